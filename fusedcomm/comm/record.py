@@ -1,0 +1,119 @@
+"""What happened when: spans of computing, transferring and waiting, and which path each op took.
+
+Metrics and traces read them. Nothing is kept unless a `recording()` is open; on CUDA a span measures the host's
+side, and waits of a stream are measured by CUDA events where they are issued.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+Kind = Literal["compute", "transfer", "wait"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """One span on one thread; times are `time.perf_counter()` seconds, shared by all ranks of a machine."""
+
+    kind: Kind
+    name: str
+    start_s: float
+    end_s: float
+    num_bytes: int
+    thread: str
+
+
+@dataclass
+class Recording:
+    """Events and path counts since `recording()` was entered; filled by every thread of the process."""
+
+    events: list[Event] = field(default_factory=list)
+    paths: Counter[str] = field(default_factory=Counter)
+    stream_waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    def exposed_s(self) -> float:
+        """Seconds in which computing stood still for a transfer; synchronises with the GPU if one was waited for."""
+        total = sum(event.end_s - event.start_s for event in self.events if event.kind == "wait")
+        for begin, end in self.stream_waits:
+            end.synchronize()
+            total += begin.elapsed_time(end) / 1e3
+        return total
+
+    def clear(self) -> None:
+        self.events.clear()
+        self.paths.clear()
+        self.stream_waits.clear()
+
+
+@dataclass(frozen=True)
+class Path:
+    """Which method ran an op, with how many chunks per shard, and why."""
+
+    op: str
+    method: str
+    num_chunks: int
+    reason: str
+
+
+_open: list[Recording] = []
+_last_path: list[Path] = []
+
+
+@contextmanager
+def recording() -> Iterator[Recording]:
+    """Collect the process's events until the block ends; recordings may be nested, each gets all events."""
+    record = Recording()
+    _open.append(record)
+    try:
+        yield record
+    finally:
+        _open.remove(record)
+
+
+@contextmanager
+def span(kind: Kind, name: str, num_bytes: int = 0) -> Iterator[None]:
+    """Note the block as one event of every open recording; costs next to nothing when there is none."""
+    if not _open:
+        yield
+        return
+    start_s = time.perf_counter()
+    try:
+        yield
+    finally:
+        event = Event(kind, name, start_s, time.perf_counter(), num_bytes, threading.current_thread().name)
+        for record in _open:
+            record.events.append(event)
+
+
+def wait_on_stream(event: torch.cuda.Event) -> None:
+    """Let the current stream wait for `event`, and time that wait on the GPU while a recording is open."""
+    stream = torch.cuda.current_stream()
+    if not _open or torch.cuda.is_current_stream_capturing():
+        stream.wait_event(event)
+        return
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record(stream)
+    stream.wait_event(event)
+    end.record(stream)
+    for record in _open:
+        record.stream_waits.append((begin, end))
+
+
+def note_path(path: Path) -> None:
+    """Remember which way an op went, for `last_path()` and the step log."""
+    _last_path[:] = [path]
+    for record in _open:
+        record.paths[f"{path.op}:{path.method}"] += 1
+
+
+def last_path() -> Path | None:
+    """The way that the process's latest op call went, and why; None before the first."""
+    return _last_path[0] if _last_path else None

@@ -1,0 +1,303 @@
+"""All-gather-matmul: the GEMM of a column-parallel layer, on rows that are gathered while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from fusedcomm.comm.record import Path, note_path, span
+from fusedcomm.ops.check import check_matrix_inputs, check_sizes, refusing, row_dim
+from fusedcomm.ops.chunked import Call, Gather, Scatter, flat
+from fusedcomm.ops.wgrad import DeferWgrad, check_defer, local_linear
+from fusedcomm.tune.cost import choose
+
+_OP = "all_gather_matmul"
+Activation = Literal["gelu", "silu", "swiglu"]
+Save = Literal["shard", "gathered"]
+
+
+def all_gather_matmul(
+    x_shard: Tensor,
+    w_shard: Tensor | Sequence[Tensor],
+    *,
+    group: ProcessGroup,
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    activation: Activation | None = None,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    save: Save = "shard",
+    return_gathered: bool = False,
+    defer_wgrad: DeferWgrad | None = None,
+    method: str = "auto",
+) -> Any:
+    """Gather the rows of `x` over `group` and multiply them with this rank's rows of the weight.
+
+    Per rank, for a group of W ranks and rows along `dim` (any dimension but the last):
+
+        x_shard   [..., sizes[rank], ..., K]     rows of this rank
+        w_shard   [N, K], or several of them     this rank's output features; they share one gather
+        result    [..., sum(sizes), ..., N]      one per weight
+
+    Forward: at distance 1, 2, ... W-1 every rank's rows travel from their owner, while rows that are there are
+    multiplied. Backward: the partial `dx` of each peer's rows travels to its owner as soon as it is computed, while
+    the others and `dw` are; partials are added in fp32 in the order of ranks. With `save="shard"` the gathered input
+    is not kept: it is gathered again behind the `dx` GEMM. `save="gathered"` keeps it, W times the activation.
+
+    Args:
+        bias: `[N]`, or one (or None) per weight; added on every row.
+        activation: `gelu` (tanh form) or `silu` on each result, or `swiglu` on two weights: one result `silu(a) * b`.
+        sizes: rows of every rank along `dim`; None when all ranks hold as many as this one.
+        return_gathered: return `(result, x)` with the gathered input `[..., sum(sizes), ..., K]`, differentiable.
+        defer_wgrad: is handed each weight's gradient GEMM in backward, for a schedule that runs it later.
+        method: `auto`, `serial`, `chunked` or `fused`.
+
+    Returns:
+        The result, or a list of them when `w_shard` is a sequence (a single one for `swiglu`).
+
+    Raises:
+        ValueError: an input is wrong on this rank; nothing was sent but the news of it.
+        PeerError: a peer called something else, refused its input, was late beyond the group's time-out or died.
+
+    Source of the method: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large
+    Deep Learning Models", ASPLOS 2023.
+    """
+    weights = [w_shard] if isinstance(w_shard, Tensor) else list(w_shard)
+    biases = _as_biases(bias, weights)
+    world = group.size()
+    with refusing(_OP, group):
+        check_matrix_inputs(_OP, "x_shard", x_shard, weights, biases)
+        dim = row_dim(_OP, dim, x_shard.dim())
+        rows = x_shard.shape[dim]
+        sizes = [rows] * world if sizes is None else [int(size) for size in sizes]
+        check_sizes(_OP, sizes, world, group.rank(), shard=rows, full=None)
+        check_defer(_OP, defer_wgrad)
+        choose(method, world=world, rows=1)
+        if save not in ("shard", "gathered"):
+            raise ValueError(f"{_OP}: save={save!r} is unknown; use 'shard' or 'gathered'")
+        if activation not in (None, "gelu", "silu", "swiglu"):
+            raise ValueError(f"{_OP}: activation={activation!r} is unknown; use 'gelu', 'silu' or 'swiglu'")
+        if activation == "swiglu" and (len(weights) != 2 or weights[0].shape != weights[1].shape):
+            shapes = [list(w.shape) for w in weights]
+            raise ValueError(f"{_OP}: activation='swiglu' needs two weights of one shape but got {shapes}")
+
+    front = x_shard.movedim(dim, 0)
+    lead = front.shape[1:-1]
+    x = front.reshape(rows, prod(lead), front.shape[-1])
+    if world == 1:
+        if not torch.compiler.is_compiling():
+            note_path(Path(_OP, "local", 1, "a group of one"))
+        padded = biases or [None] * len(weights)
+        outputs = [x, *(local_linear(x, w, b, defer_wgrad) for w, b in zip(weights, padded))]
+    elif defer_wgrad is not None:
+        outputs = _DeferredAllGatherMatmul.apply(x, group, sizes, save, method, defer_wgrad, *weights, *biases)
+    else:
+        outputs = _forward_op(x, weights, biases, group.group_name, sizes, save, method)
+    gathered, *results = [
+        out.reshape(sum(sizes), *lead, out.shape[-1]).movedim(0, dim) for out in outputs
+    ]
+    results = _activate(results, activation)
+    result = results[0] if isinstance(w_shard, Tensor) or activation == "swiglu" else results
+    return (result, gathered) if return_gathered else result
+
+
+def _as_biases(bias: Tensor | Sequence[Tensor | None] | None, weights: Sequence[Tensor]) -> list[Tensor]:
+    """One bias per weight, or none at all; a missing one among others is zero."""
+    if bias is None:
+        return []
+    biases = [bias] if isinstance(bias, Tensor) else list(bias)
+    if len(biases) != len(weights):
+        raise ValueError(f"{_OP}: {len(biases)} biases for {len(weights)} weights; give one (or None) per weight")
+    if all(b is None for b in biases):
+        return []
+    return [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases)]
+
+
+def _activate(results: list[Tensor], activation: Activation | None) -> list[Tensor]:
+    if activation == "swiglu":
+        return [F.silu(results[0]) * results[1]]
+    if activation == "silu":
+        return [F.silu(y) for y in results]
+    if activation == "gelu":
+        return [F.gelu(y, approximate="tanh") for y in results]
+    return results
+
+
+def _forward(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], call: Call) -> list[Tensor]:
+    """`[x_full, y, ...]` from `x [rows of this rank, lead, K]`."""
+    gather = Gather(call, x.contiguous())
+    results = [x.new_empty(call.rows, x.shape[1], w.shape[0]) for w in weights]
+    for start, stop in gather.chunks():
+        rows = flat(gather.full, start, stop)
+        with span("compute", _OP):
+            for index, (w, y) in enumerate(zip(weights, results)):
+                out = flat(y, start, stop)
+                if biases:
+                    torch.addmm(biases[index], rows, w.t(), out=out)
+                else:
+                    torch.mm(rows, w.t(), out=out)
+    return [gather.full, *results]
+
+
+def _start_backward(
+    grads: Sequence[Tensor],
+    grad_full: Tensor | None,
+    saved: Tensor,
+    weights: Sequence[Tensor],
+    call: Call,
+    save: str,
+    *,
+    need_x: bool,
+    need_w: bool,
+) -> tuple[Tensor, Scatter | None]:
+    """Compute the partial `dx`, on its way when this returns; `(x_full, scatter)`, whose `finish()` gives `dx`."""
+    grads = [grad.contiguous() for grad in grads]
+    gather = None
+    if need_w and save == "shard":
+        gather = Gather(Call(f"{_OP} backward gather", call.group, call.sizes, call.method), saved.contiguous())
+    scatter = None
+    if need_x:
+        scatter = Scatter(call, saved.shape[1], saved.shape[2], saved)
+        for start, stop, out in scatter.chunks():
+            with span("compute", f"{call.op} dx"):
+                matrix = out.flatten(0, 1)
+                torch.mm(flat(grads[0], start, stop), weights[0], out=matrix)
+                for grad, w in zip(grads[1:], weights[1:]):
+                    matrix.addmm_(flat(grad, start, stop), w)
+                if grad_full is not None:
+                    out += grad_full[start:stop]
+    x_full = gather.complete() if gather is not None else saved
+    return x_full, scatter
+
+
+def _weight_gradient(grad: Tensor, x_full: Tensor) -> Tensor:
+    with span("compute", f"{_OP} dw"):
+        return flat(grad.contiguous()).t() @ flat(x_full)
+
+
+@torch.library.custom_op("fusedcomm::all_gather_matmul", mutates_args=())
+def _forward_op(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    group_name: str,
+    sizes: Sequence[int],
+    save: str,
+    method: str,
+) -> list[Tensor]:
+    call = Call(_OP, _resolve_process_group(group_name), tuple(sizes), method)
+    return _forward(x, weights, biases, call)
+
+
+@_forward_op.register_fake
+def _(x, weights, biases, group_name, sizes, save, method):
+    rows = sum(sizes)
+    return [x.new_empty(rows, *x.shape[1:])] + [x.new_empty(rows, x.shape[1], w.shape[0]) for w in weights]
+
+
+@torch.library.custom_op("fusedcomm::all_gather_matmul_backward", mutates_args=())
+def _backward_op(
+    grads: Sequence[Tensor],
+    grad_full: Tensor | None,
+    saved: Tensor,
+    weights: Sequence[Tensor],
+    group_name: str,
+    sizes: Sequence[int],
+    save: str,
+    method: str,
+    need_x: bool,
+    need_w: bool,
+) -> list[Tensor]:
+    """`[dx, dw, ...]`; an empty tensor where one is not needed."""
+    call = Call(f"{_OP} backward", _resolve_process_group(group_name), tuple(sizes), method)
+    x_full, scatter = _start_backward(
+        grads, grad_full, saved, weights, call, save, need_x=need_x, need_w=need_w
+    )
+    dws = [_weight_gradient(grad, x_full) if need_w else saved.new_empty(0) for grad in grads]
+    dx = saved.new_empty(0) if scatter is None else scatter.finish()
+    return [dx, *dws]
+
+
+@_backward_op.register_fake
+def _(grads, grad_full, saved, weights, group_name, sizes, save, method, need_x, need_w):
+    rank = _resolve_process_group(group_name).rank()
+    dx = saved.new_empty(sizes[rank], *saved.shape[1:]) if need_x else saved.new_empty(0)
+    return [dx] + [torch.empty_like(w) if need_w else saved.new_empty(0) for w in weights]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weights, biases, ctx.group_name, ctx.sizes, ctx.save, ctx.method = inputs
+    ctx.num_biases = len(biases)
+    ctx.save_for_backward(output[0] if ctx.save == "gathered" else x, *weights)
+
+
+def _autograd(ctx: Any, grads: list[Tensor | None]) -> Any:
+    saved, *weights = ctx.saved_tensors
+    grad_full, *grad_results = grads
+    lead = saved.shape[1]
+    filled = [
+        saved.new_zeros(sum(ctx.sizes), lead, w.shape[0]) if grad is None else grad
+        for grad, w in zip(grad_results, weights)
+    ]
+    need_x, need_ws, need_bs, *_ = ctx.needs_input_grad
+    need_w = any(need_ws)
+    dx, *dws = _backward_op(
+        filled, grad_full, saved, weights, ctx.group_name, ctx.sizes, ctx.save, ctx.method, need_x, need_w
+    )
+    dbs = [grad.sum((0, 1)) if need else None for grad, need in zip(filled, need_bs)]
+    return (
+        dx if need_x else None,
+        [dw if need else None for dw, need in zip(dws, need_ws)],
+        dbs,
+        None,
+        None,
+        None,
+        None,
+    )
+
+
+_forward_op.register_autograd(_autograd, setup_context=_setup_context)
+
+
+class _DeferredAllGatherMatmul(Function):
+    """The same op, with the weight gradients handed to `defer_wgrad`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        group: ProcessGroup,
+        sizes: list[int],
+        save: str,
+        method: str,
+        defer_wgrad: DeferWgrad,
+        *weights_and_biases: Tensor,
+    ) -> tuple[Tensor, ...]:
+        weights = [t for t in weights_and_biases if t.dim() == 2]
+        biases = [t for t in weights_and_biases if t.dim() == 1]
+        outputs = _forward(x, weights, biases, Call(_OP, group, tuple(sizes), method))
+        ctx.call = Call(f"{_OP} backward", group, tuple(sizes), method)
+        ctx.save, ctx.defer_wgrad, ctx.weights, ctx.num_biases = save, defer_wgrad, weights, len(biases)
+        ctx.save_for_backward(outputs[0] if save == "gathered" else x, *weights)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad_full: Tensor, *grads: Tensor) -> Any:
+        saved, *weights = ctx.saved_tensors
+        need_w = any(w.requires_grad for w in ctx.weights)
+        x_full, scatter = _start_backward(
+            grads, grad_full, saved, weights, ctx.call, ctx.save, need_x=ctx.needs_input_grad[0], need_w=need_w
+        )
+        for weight, grad in zip(ctx.weights, grads):
+            if weight.requires_grad:
+                ctx.defer_wgrad(weight, lambda grad=grad: _weight_gradient(grad, x_full))
+        dx = None if scatter is None else scatter.finish()
+        dbs = [grad.sum((0, 1)) for grad in grads[: ctx.num_biases]]
+        return dx, None, None, None, None, None, *(None for _ in weights), *dbs

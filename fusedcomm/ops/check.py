@@ -1,0 +1,96 @@
+"""What every op checks before anything is sent, and how a rank that finds fault tells its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fusedcomm.comm.channel import channel_of
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@contextmanager
+def refusing(op: str, group: ProcessGroup) -> Iterator[None]:
+    """A `ValueError` in the block reaches the peers as well, instead of leaving them to their time-outs."""
+    try:
+        yield
+    except ValueError as error:
+        if group.size() > 1 and not torch.compiler.is_compiling():
+            # Over NCCL a lone message would hang: there the peers' own check, or the watchdog, ends the call.
+            if "gloo" in dist.get_backend(group):
+                channel_of(group).refuse(op, str(error))
+        raise
+
+
+def check_matrix_inputs(op: str, x_name: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+    """One dtype and device; `x [..., K]`, every weight `[N, K]`, every bias `[N]`."""
+    if x.dtype not in DTYPES:
+        raise ValueError(
+            f"{op}: {x_name} has dtype {x.dtype}; the ops compute in float32, bfloat16, float16 or float64"
+        )
+    if x.dim() < 2:
+        raise ValueError(
+            f"{op}: {x_name} has shape {list(x.shape)}; it needs rows and features, at least 2 dimensions"
+        )
+    if not weights:
+        raise ValueError(f"{op}: w_shard is an empty list; give at least one weight")
+    for index, w in enumerate(weights):
+        name = "w_shard" if len(weights) == 1 else f"w_shard[{index}]"
+        if w.dim() != 2:
+            raise ValueError(f"{op}: {name} has shape {list(w.shape)}; weights are [N, K] as nn.Linear stores them")
+        if w.shape[1] != x.shape[-1]:
+            raise ValueError(
+                f"{op}: {name} has K={w.shape[1]} but {x_name} has K={x.shape[-1]}; "
+                "both must hold the same K on this rank"
+            )
+        _check_alike(op, x_name, x, name, w)
+    for index, b in enumerate(biases):
+        if b.shape != (weights[index].shape[0],):
+            raise ValueError(
+                f"{op}: bias has shape {list(b.shape)} but its weight has N={weights[index].shape[0]}; "
+                "a bias is [N]"
+            )
+        _check_alike(op, x_name, x, "bias", b)
+
+
+def _check_alike(op: str, x_name: str, x: Tensor, name: str, other: Tensor) -> None:
+    if other.dtype != x.dtype:
+        raise ValueError(f"{op}: {name} has dtype {other.dtype} but {x_name} has {x.dtype}; cast one of them")
+    if other.device != x.device:
+        raise ValueError(f"{op}: {name} is on {other.device} but {x_name} is on {x.device}; move one of them")
+
+
+def row_dim(op: str, dim: int, ndim: int) -> int:
+    """`dim` counted from the front; any but the last."""
+    if not -ndim <= dim < ndim:
+        raise ValueError(f"{op}: dim={dim} is out of range for {ndim} dimensions")
+    dim %= ndim
+    if dim == ndim - 1:
+        raise ValueError(
+            f"{op}: dim={dim} is the last one, the features K; gathering or scattering K is another operation: "
+            "choose a dimension of rows"
+        )
+    return dim
+
+
+def check_sizes(op: str, sizes: Sequence[int], world: int, rank: int, *, shard: int | None, full: int | None) -> None:
+    """`sizes` has one entry per rank, fits this rank's `shard` and sums to `full`."""
+    if len(sizes) != world or any(size < 0 for size in sizes):
+        raise ValueError(
+            f"{op}: sizes={list(sizes)} must hold one row count >= 0 for each of the {world} ranks of the group"
+        )
+    if shard is not None and sizes[rank] != shard:
+        raise ValueError(
+            f"{op}: sizes={list(sizes)} gives rank {rank} {sizes[rank]} rows but its shard has {shard}; "
+            "sizes[rank] must be the shard's rows along dim"
+        )
+    if full is not None and sum(sizes) != full:
+        raise ValueError(
+            f"{op}: sizes={list(sizes)} sum to {sum(sizes)} rows but x has {full} along dim; they must agree"
+        )

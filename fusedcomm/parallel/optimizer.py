@@ -1,0 +1,227 @@
+"""AdamW on fp32 master weights, with one gradient norm and one decision to step for the whole mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fusedcomm.comm.mesh import Mesh
+from fusedcomm.comm.record import span
+from fusedcomm.nn.layout import layout_of
+from fusedcomm.parallel.data import main_grad_of
+
+
+def cosine_lr(step: int, *, peak: float, warmup_steps: int, total_steps: int, minimum: float = 0.0) -> float:
+    """The rate of step 0, 1, ...: a line up to `peak`, reached after `warmup_steps`, then half a cosine to `minimum`."""
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return minimum + (peak - minimum) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass
+class LossScale:
+    """The factor on an fp16 loss: halved when a step overflows, doubled after `growth_interval` good ones.
+
+    It is a power of two, so that scaling never rounds. All ranks see the same norm and so hold the same scale.
+    """
+
+    value: float = 2.0**16
+    growth_interval: int = 2000
+    num_good_steps: int = 0
+
+    def update(self, finite: bool) -> None:
+        if not finite:
+            self.value /= 2
+            self.num_good_steps = 0
+            return
+        self.num_good_steps += 1
+        if self.num_good_steps == self.growth_interval:
+            self.value *= 2
+            self.num_good_steps = 0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step saw: the norm before clipping (loss scale taken out), equal on all ranks."""
+
+    grad_norm: float
+    skipped: bool
+
+
+class Optimizer:
+    """AdamW whose weights, moments and gradients are fp32 whatever the parameters' dtype.
+
+    Shapes per rank: each parameter's shard; a parameter that is fp32 is its own master. Gradients are
+    `param.main_grad` where `GradientBuckets` made one (already summed by `finish()`), else `param.grad`.
+    Weight decay applies to matrices only.
+
+    What travels: two fp64 numbers per rank and step. Each gradient counts once in the norm: shards on every
+    tensor-parallel rank, replicated parameters on the first, all of them on the first data-parallel rank, and names in
+    `counted_elsewhere` (the second copy of a tied weight) not at all. The sum is taken in rank order, so every rank
+    clips by the same number to the last bit.
+
+    Non-finite gradients: with a `loss_scale` (fp16) all ranks skip the step and halve the scale; without, all raise
+    FloatingPointError naming the step, ranks and parameters, before any weight has changed.
+    """
+
+    def __init__(
+        self,
+        named_params: Iterable[tuple[str, nn.Parameter]],
+        *,
+        mesh: Mesh | None = None,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        clip_norm: float | None = 1.0,
+        loss_scale: LossScale | None = None,
+        counted_elsewhere: Collection[str] = (),
+    ) -> None:
+        self._params = {name: param for name, param in named_params if param.requires_grad}
+        self._mesh = mesh
+        self._clip_norm = clip_norm
+        self.loss_scale = loss_scale
+        self._counted = [name for name in self._params if self._counts_here(name, counted_elsewhere)]
+        self._masters = {name: _master(param) for name, param in self._params.items()}
+        groups = [
+            {"params": [m for m in self._masters.values() if m.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [m for m in self._masters.values() if m.dim() < 2], "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]] or groups[:1],
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            fused=True,
+        )
+        # Made now, not at the first step, so that a checkpoint can be read straight into it.
+        for master in self._masters.values():
+            self._adamw.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
+
+    def step(self, step: int, *, lr: float) -> StepResult:
+        """Clip and apply the gradients; every rank calls it. `step` only names the step in errors."""
+        grads = {name: grad for name, param in self._params.items() if (grad := _fp32_grad(param)) is not None}
+        scale = self.loss_scale.value if self.loss_scale is not None else 1.0
+        norm = self._global_norm(grads) / scale
+        finite = math.isfinite(norm)
+        if self.loss_scale is None and not finite:
+            self._raise_non_finite(step, norm, grads)
+        if self.loss_scale is not None:
+            self._update_scale(step, finite)
+        if finite:
+            self._apply(grads, norm, scale, lr)
+        return StepResult(norm, skipped=not finite)
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Per parameter name: `master` (fp32), `exp_avg`, `exp_avg_sq` (shaped as the shard) and `step`; live tensors."""
+        return {
+            name: {"master": master.detach(), **self._adamw.state[master]} for name, master in self._masters.items()
+        }
+
+    def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Copy such a state in, and the masters, rounded, into the parameters.
+
+        A checkpoint that was read into the tensors of `state_dict()` itself is passed here as well.
+        """
+        if missing := sorted(self._masters.keys() - state.keys()):
+            raise ValueError(
+                f"Optimizer: the state lacks {', '.join(missing)}; it must hold every parameter that this rank trains"
+            )
+        with torch.no_grad():
+            for name, own in self.state_dict().items():
+                for key, tensor in own.items():
+                    tensor.copy_(state[name][key])
+        self._round_into_params()
+
+    def _counts_here(self, name: str, counted_elsewhere: Collection[str]) -> bool:
+        if name in counted_elsewhere:
+            return False
+        if self._mesh is None:
+            return True
+        sharded = layout_of(self._params[name]).shard_dim is not None
+        return self._mesh.dp_rank == 0 and (sharded or self._mesh.tp_rank == 0)
+
+    def _global_norm(self, grads: dict[str, Tensor]) -> float:
+        """Root of the sum of squares over the mesh, from every rank's fp64 sum; NaN if any rank holds a non-finite one."""
+        norms = dict(zip(grads, torch._foreach_norm(list(grads.values()), 2, dtype=torch.float64))) if grads else {}
+        counted = [norms[name] for name in self._counted if name in norms]
+        zero = torch.zeros((), dtype=torch.float64, device=self._device())
+        squares = torch.stack(counted).square().sum() if counted else zero
+        # Copies that are not counted must be finite too: they would ruin their own rank's weights.
+        unsound = torch.stack(list(norms.values())).sum() * 0 if norms else zero
+        local = torch.stack((squares, unsound))
+        if self._mesh is None or self._mesh.world == 1:
+            ranks = [local]
+        else:
+            ranks = [torch.empty_like(local) for _ in range(self._mesh.world)]
+            with span("wait", "gradient_norm", local.nbytes):
+                dist.all_gather(ranks, local)
+        total = torch.stack(ranks).cpu()
+        return math.sqrt(total[:, 0].sum().item()) + total[:, 1].sum().item()
+
+    def _device(self) -> torch.device:
+        if self._mesh is not None:
+            return self._mesh.device
+        return next((param.device for param in self._params.values()), torch.device("cpu"))
+
+    def _raise_non_finite(self, step: int, norm: float, grads: dict[str, Tensor]) -> None:
+        names = [name for name, grad in grads.items() if not torch.isfinite(grad).all()]
+        by_rank: list[list[str]] = [names]
+        if self._mesh is not None and self._mesh.world > 1:
+            by_rank = [[] for _ in range(self._mesh.world)]
+            dist.all_gather_object(by_rank, names)
+        where = "; ".join(f"rank {rank}: {', '.join(found)}" for rank, found in enumerate(by_rank) if found)
+        raise FloatingPointError(
+            f"Optimizer: the gradient norm of step {step} is {norm}; no weight was changed. Non-finite: {where}"
+        )
+
+    def _update_scale(self, step: int, finite: bool) -> None:
+        assert self.loss_scale is not None
+        self.loss_scale.update(finite)
+        if self.loss_scale.value < 2.0**-14:
+            raise FloatingPointError(
+                f"Optimizer: step {step} overflows even at loss scale {self.loss_scale.value}; "
+                "the model diverges, or its values exceed fp16: use bf16 or a lower learning rate"
+            )
+
+    def _apply(self, grads: dict[str, Tensor], norm: float, scale: float, lr: float) -> None:
+        factor = 1.0 / scale
+        if self._clip_norm is not None and norm > self._clip_norm:
+            factor *= self._clip_norm / norm
+        if factor != 1.0 and grads:
+            torch._foreach_mul_(list(grads.values()), factor)
+        for name, master in self._masters.items():
+            master.grad = grads.get(name)
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+        self._round_into_params()
+
+    def _round_into_params(self) -> None:
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                if self._params[name] is not master:
+                    self._params[name].copy_(master)
+
+
+def _master(param: nn.Parameter) -> nn.Parameter:
+    if param.dtype == torch.float32:
+        return param
+    return nn.Parameter(param.detach().float())
+
+
+def _fp32_grad(param: nn.Parameter) -> Tensor | None:
+    grad = main_grad_of(param)
+    if grad is None and param.grad is not None:
+        grad = param.grad.float()
+    return grad
