@@ -17,3 +17,8 @@ class PeerError(RuntimeError):
         self.op = op
         self.rank = rank
         self.chunk = chunk
+        self._detail = detail
+
+    def __reduce__(self) -> tuple[type[PeerError], tuple[str, int, int, str]]:
+        # An exception is pickled by its message alone, which is not how this one is made.
+        return PeerError, (self.op, self.rank, self.chunk, self._detail)

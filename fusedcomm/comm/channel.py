@@ -132,9 +132,7 @@ def _fit(signature: str) -> str:
 
 def _encode(call: int, signature: str) -> Tensor:
     text = _fit(signature).encode()
-    return torch.frombuffer(
-        bytearray(struct.pack(f"<q{HEADER_BYTES - 8}s", call, text)), dtype=torch.uint8
-    )
+    return torch.frombuffer(bytearray(struct.pack(f"<q{HEADER_BYTES - 8}s", call, text)), dtype=torch.uint8)
 
 
 def _decode(header: Tensor) -> tuple[int, str]:

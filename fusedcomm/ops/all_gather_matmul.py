@@ -97,12 +97,12 @@ def all_gather_matmul(
         padded = biases or [None] * len(weights)
         outputs = [x, *(local_linear(x, w, b, defer_wgrad) for w, b in zip(weights, padded))]
     elif defer_wgrad is not None:
-        outputs = _DeferredAllGatherMatmul.apply(x, group, sizes, save, method, defer_wgrad, *weights, *biases)
+        outputs = _DeferredAllGatherMatmul.apply(
+            x, group, sizes, save, method, defer_wgrad, *weights, *biases
+        )
     else:
         outputs = _forward_op(x, weights, biases, group.group_name, sizes, save, method)
-    gathered, *results = [
-        out.reshape(sum(sizes), *lead, out.shape[-1]).movedim(0, dim) for out in outputs
-    ]
+    gathered, *results = [out.reshape(sum(sizes), *lead, out.shape[-1]).movedim(0, dim) for out in outputs]
     results = _activate(results, activation)
     result = results[0] if isinstance(w_shard, Tensor) or activation == "swiglu" else results
     return (result, gathered) if return_gathered else result
@@ -114,7 +114,9 @@ def _as_biases(bias: Tensor | Sequence[Tensor | None] | None, weights: Sequence[
         return []
     biases = [bias] if isinstance(bias, Tensor) else list(bias)
     if len(biases) != len(weights):
-        raise ValueError(f"{_OP}: {len(biases)} biases for {len(weights)} weights; give one (or None) per weight")
+        raise ValueError(
+            f"{_OP}: {len(biases)} biases for {len(weights)} weights; give one (or None) per weight"
+        )
     if all(b is None for b in biases):
         return []
     return [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases)]
@@ -161,7 +163,9 @@ def _start_backward(
     grads = [grad.contiguous() for grad in grads]
     gather = None
     if need_w and save == "shard":
-        gather = Gather(Call(f"{_OP} backward gather", call.group, call.sizes, call.method), saved.contiguous())
+        gather = Gather(
+            Call(f"{_OP} backward gather", call.group, call.sizes, call.method), saved.contiguous()
+        )
     scatter = None
     if need_x:
         scatter = Scatter(call, saved.shape[1], saved.shape[2], saved)
@@ -293,7 +297,14 @@ class _DeferredAllGatherMatmul(Function):
         saved, *weights = ctx.saved_tensors
         need_w = any(w.requires_grad for w in ctx.weights)
         x_full, scatter = _start_backward(
-            grads, grad_full, saved, weights, ctx.call, ctx.save, need_x=ctx.needs_input_grad[0], need_w=need_w
+            grads,
+            grad_full,
+            saved,
+            weights,
+            ctx.call,
+            ctx.save,
+            need_x=ctx.needs_input_grad[0],
+            need_w=need_w,
         )
         for weight, grad in zip(ctx.weights, grads):
             if weight.requires_grad:

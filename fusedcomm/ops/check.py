@@ -28,7 +28,9 @@ def refusing(op: str, group: ProcessGroup) -> Iterator[None]:
         raise
 
 
-def check_matrix_inputs(op: str, x_name: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+def check_matrix_inputs(
+    op: str, x_name: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
+) -> None:
     """One dtype and device; `x [..., K]`, every weight `[N, K]`, every bias `[N]`."""
     if x.dtype not in DTYPES:
         raise ValueError(
@@ -43,7 +45,9 @@ def check_matrix_inputs(op: str, x_name: str, x: Tensor, weights: Sequence[Tenso
     for index, w in enumerate(weights):
         name = "w_shard" if len(weights) == 1 else f"w_shard[{index}]"
         if w.dim() != 2:
-            raise ValueError(f"{op}: {name} has shape {list(w.shape)}; weights are [N, K] as nn.Linear stores them")
+            raise ValueError(
+                f"{op}: {name} has shape {list(w.shape)}; weights are [N, K] as nn.Linear stores them"
+            )
         if w.shape[1] != x.shape[-1]:
             raise ValueError(
                 f"{op}: {name} has K={w.shape[1]} but {x_name} has K={x.shape[-1]}; "
@@ -79,7 +83,9 @@ def row_dim(op: str, dim: int, ndim: int) -> int:
     return dim
 
 
-def check_sizes(op: str, sizes: Sequence[int], world: int, rank: int, *, shard: int | None, full: int | None) -> None:
+def check_sizes(
+    op: str, sizes: Sequence[int], world: int, rank: int, *, shard: int | None, full: int | None
+) -> None:
     """`sizes` has one entry per rank, fits this rank's `shard` and sums to `full`."""
     if len(sizes) != world or any(size < 0 for size in sizes):
         raise ValueError(

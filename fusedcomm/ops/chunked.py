@@ -139,7 +139,9 @@ class Scatter:
             self._steps,
             [None if s.send is None else self._partial[s.send.start : s.send.stop] for s in self._steps],
             [
-                None if s.recv is None else self._summands[s.src, s.recv.start - offset : s.recv.stop - offset]
+                None
+                if s.recv is None
+                else self._summands[s.src, s.recv.start - offset : s.recv.stop - offset]
                 for s in self._steps
             ],
             like.device,

@@ -34,7 +34,9 @@ def all_gather(x: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: Sequence[
     return _AllGather.apply(x.movedim(dim, 0), group, tuple(sizes)).movedim(0, dim)
 
 
-def reduce_scatter(x: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+def reduce_scatter(
+    x: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None
+) -> Tensor:
     """`[..., sum(sizes), ..., K]` on all ranks, summed in fp32 in rank order, to `[..., sizes[rank], ..., K]`.
 
     `sizes=None` cuts as `torch.chunk` would. Backward is `all_gather`. Errors as `matmul_reduce_scatter`.

@@ -1,0 +1,354 @@
+"""all_gather_matmul and matmul_reduce_scatter on real gloo ranks, against the oracle in fusedcomm.reference."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import assert_as_accurate, run_ranks
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fusedcomm import all_gather_matmul, matmul_reduce_scatter, recording, reference
+from fusedcomm.comm.ring import chunk_sizes
+
+# A run on real ranks takes milliseconds to seconds, whatever the input: no deadline, and nothing to call slow.
+on_ranks = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    world: int
+    lead: tuple[int, ...]
+    dim: int
+    sizes: tuple[int, ...]
+    k: int
+    n: int
+    dtype: torch.dtype
+    bias: bool
+    num_weights: int
+    method: str
+    save: str
+    defer: bool
+    contiguous: bool
+    seed: int
+
+    @property
+    def rows(self) -> int:
+        return sum(self.sizes)
+
+    def shape(self, rows: int, features: int) -> list[int]:
+        shape = [*self.lead, features]
+        shape.insert(self.dim, rows)
+        return shape
+
+
+@st.composite
+def cases(draw) -> Case:
+    world = draw(st.integers(1, 4))
+    lead = tuple(draw(st.lists(st.integers(1, 3), max_size=2)))
+    rows = draw(st.integers(0, 13))
+    explicit = draw(st.lists(st.integers(0, 6), min_size=world, max_size=world))
+    return Case(
+        world=world,
+        lead=lead,
+        dim=draw(st.integers(0, len(lead))),
+        sizes=draw(st.sampled_from([chunk_sizes(rows, world), tuple(explicit)])),
+        k=draw(st.integers(1, 9)),
+        n=draw(st.integers(1, 9)),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        bias=draw(st.booleans()),
+        num_weights=draw(st.integers(1, 3)),
+        method=draw(st.sampled_from(["serial", "chunked", "auto"])),
+        save=draw(st.sampled_from(["shard", "gathered"])),
+        defer=draw(st.booleans()),
+        contiguous=draw(st.booleans()),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+def leaf(tensor: Tensor, case: Case) -> Tensor:
+    """A leaf with the tensor's values; non-contiguous if the case says so."""
+    if not case.contiguous and tensor.dim() > 1:
+        tensor = tensor.transpose(0, -1).contiguous().transpose(0, -1)
+    return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+
+
+def late(rank: int, case: Case) -> None:
+    """One rank, chosen by the seed, comes late: it must change nothing."""
+    if case.seed % (2 * case.world) == rank:
+        time.sleep(random.Random(case.seed).uniform(0.0, 0.05))
+
+
+class Wgrads:
+    """Runs deferred weight gradients as a split backward would: later."""
+
+    def __init__(self) -> None:
+        self.items = []
+
+    def __call__(self, weight, compute) -> None:
+        self.items.append((weight, compute))
+
+    def run(self) -> None:
+        for weight, compute in self.items:
+            assert weight.grad is None
+            weight.grad = compute()
+
+
+def gather_inputs(case: Case, dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).to(case.dtype).to(dtype)
+
+    x = [draw(*case.shape(size, case.k)) for size in case.sizes]
+    w = [[draw(case.n + i, case.k) for _ in range(case.world)] for i in range(case.num_weights)]
+    b = [[draw(case.n + i) for _ in range(case.world)] for i in range(case.num_weights)]
+    dy = [
+        [draw(*case.shape(case.rows, case.n + i)) for _ in range(case.world)] for i in range(case.num_weights)
+    ]
+    return x, w, b, dy
+
+
+def run_gather(rank: int, world: int, case: Case):
+    xs, ws, bs, dys = gather_inputs(case, case.dtype)
+    x, w, b = leaf(xs[rank], case), [leaf(v[rank], case) for v in ws], [leaf(v[rank], case) for v in bs]
+    wgrads = Wgrads()
+    late(rank, case)
+    ys, gathered = all_gather_matmul(
+        x,
+        w,
+        group=dist.group.WORLD,
+        bias=b if case.bias else None,
+        dim=case.dim,
+        sizes=case.sizes,
+        save=case.save,
+        return_gathered=True,
+        defer_wgrad=wgrads if case.defer else None,
+        method=case.method,
+    )
+    late(rank, case)
+    torch.autograd.backward(ys, [dy[rank] for dy in dys])
+    wgrads.run()
+    return (
+        [y.detach() for y in ys],
+        gathered.detach(),
+        [x.grad, *(v.grad for v in w), *((v.grad for v in b) if case.bias else ())],
+    )
+
+
+def expect_gather(case: Case, dtype: torch.dtype):
+    xs, ws, bs, dys = gather_inputs(case, dtype)
+    for tensor in [*xs, *(t for v in ws for t in v), *(t for v in bs for t in v)]:
+        tensor.requires_grad_()
+    ys = [
+        reference.all_gather_matmul(xs, w, bias=b if case.bias else None, dim=case.dim)
+        for w, b in zip(ws, bs)
+    ]
+    torch.autograd.backward([y for v in ys for y in v], [dy for v in dys for dy in v])
+    return xs, ws, bs, ys
+
+
+@on_ranks
+@given(case=cases())
+def test_all_gather_matmul_matches_reference(case):
+    results = run_ranks(case.world, run_gather, case)
+    exact, plain = expect_gather(case, torch.float64), expect_gather(case, case.dtype)
+    moved = torch.cat([x.detach() for x in plain[0]], case.dim)
+    for rank, (ys, gathered, grads) in enumerate(results):
+        assert torch.equal(gathered, moved), "moved data must be bit-equal"
+        for i, y in enumerate(ys):
+            assert_as_accurate(y, exact[3][i][rank], plain[3][i][rank], name=f"y[{i}] of rank {rank}")
+        named = {"dx": lambda r: r[0][rank].grad}
+        named |= {f"dw{i}": lambda r, i=i: r[1][i][rank].grad for i in range(case.num_weights)}
+        if case.bias:
+            named |= {f"db{i}": lambda r, i=i: r[2][i][rank].grad for i in range(case.num_weights)}
+        for (name, pick), grad in zip(named.items(), grads, strict=True):
+            assert_as_accurate(grad, pick(exact), pick(plain), name=f"{name} of rank {rank}")
+
+
+def scatter_inputs(case: Case, dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).to(case.dtype).to(dtype)
+
+    # Ranks may hold different shares of K.
+    ks = [case.k + rank % 2 for rank in range(case.world)]
+    x = [draw(*case.shape(case.rows, k)) for k in ks]
+    w = [draw(case.n, k) for k in ks]
+    return x, w, draw(case.n), [draw(*case.shape(size, case.n)) for size in case.sizes]
+
+
+def run_scatter(rank: int, world: int, case: Case):
+    xs, ws, bias, dys = scatter_inputs(case, case.dtype)
+    x, w, b = leaf(xs[rank], case), leaf(ws[rank], case), leaf(bias, case)
+    wgrads = Wgrads()
+    late(rank, case)
+    y = matmul_reduce_scatter(
+        x,
+        w,
+        group=dist.group.WORLD,
+        bias=b if case.bias else None,
+        dim=case.dim,
+        sizes=case.sizes,
+        defer_wgrad=wgrads if case.defer else None,
+        method=case.method,
+    )
+    late(rank, case)
+    y.backward(dys[rank])
+    wgrads.run()
+    return y.detach(), x.grad, w.grad, b.grad
+
+
+@on_ranks
+@given(case=cases())
+def test_matmul_reduce_scatter_matches_reference(case):
+    def expect(dtype):
+        xs, ws, bias, dys = scatter_inputs(case, dtype)
+        for tensor in [*xs, *ws, bias]:
+            tensor.requires_grad_()
+        ys = reference.matmul_reduce_scatter(
+            xs, ws, sizes=case.sizes, bias=bias if case.bias else None, dim=case.dim
+        )
+        torch.autograd.backward(ys, dys)
+        return xs, ws, bias, ys
+
+    results = run_ranks(case.world, run_scatter, case)
+    exact, plain = expect(torch.float64), expect(case.dtype)
+    for rank, (y, dx, dw, _) in enumerate(results):
+        assert_as_accurate(y, exact[3][rank], plain[3][rank], name=f"y of rank {rank}")
+        assert_as_accurate(dx, exact[0][rank].grad, plain[0][rank].grad, name=f"dx of rank {rank}")
+        assert_as_accurate(dw, exact[1][rank].grad, plain[1][rank].grad, name=f"dw of rank {rank}")
+    if case.bias:
+        # Each rank has the gradient over its own rows; their sum is the gradient.
+        db = torch.stack([result[3].float() for result in results]).sum(0).to(case.dtype)
+        assert_as_accurate(db, exact[2].grad, plain[2].grad, name="db", times=2 * case.world)
+
+
+BIG = Case(4, (2,), 0, (70, 70, 70, 33), 48, 40, torch.bfloat16, True, 2, "chunked", "shard", False, True, 3)
+
+
+@pytest.mark.parametrize("run", [run_gather, run_scatter])
+def test_two_runs_are_bit_equal(run):
+    first, second = run_ranks(4, run, BIG), run_ranks(4, run, BIG)
+    assert _equal(first, second)
+
+
+def test_serial_and_chunked_move_the_same_bits():
+    serial = run_ranks(4, run_gather, Case(**{**BIG.__dict__, "method": "serial"}))
+    chunked = run_ranks(4, run_gather, BIG)
+    assert all(_equal(a[1], b[1]) for a, b in zip(serial, chunked))
+
+
+def _equal(a, b) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b))
+    return a is None and b is None
+
+
+def run_gathered_gradient(rank, world):
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+    w = torch.eye(5, requires_grad=True)
+    y, full = all_gather_matmul(x, w, group=dist.group.WORLD, return_gathered=True)
+    (y.sum() + (full * full).sum()).backward()
+    return x.detach(), x.grad
+
+
+def test_gradient_flows_through_the_returned_gather():
+    for x, grad in run_ranks(3, run_gathered_gradient):
+        torch.testing.assert_close(grad, 3 * (torch.ones_like(x) + 2 * x))
+
+
+def run_activation(rank, world):
+    torch.manual_seed(0)
+    x, w, v = torch.randn(2, 6), torch.randn(4, 6), torch.randn(4, 6)
+    group = dist.group.WORLD
+    a, b = all_gather_matmul(x, [w, v], group=group)
+    return [
+        torch.equal(
+            all_gather_matmul(x, [w, v], group=group, activation="swiglu"), torch.nn.functional.silu(a) * b
+        ),
+        torch.equal(all_gather_matmul(x, w, group=group, activation="silu"), torch.nn.functional.silu(a)),
+        torch.equal(
+            all_gather_matmul(x, w, group=group, activation="gelu"),
+            torch.nn.functional.gelu(a, approximate="tanh"),
+        ),
+    ]
+
+
+def test_activations_are_those_of_torch():
+    assert run_ranks(2, run_activation) == [[True] * 3] * 2
+
+
+def run_overlap(rank, world):
+    x = torch.randn(1024, 2, 64)
+    w = torch.randn(64, 64)
+    with recording() as record:
+        all_gather_matmul(x, w, group=dist.group.WORLD, method="chunked")
+        matmul_reduce_scatter(torch.randn(2048, 2, 64), w, group=dist.group.WORLD, method="chunked")
+    computes = [e for e in record.events if e.kind == "compute" and e.name == "all_gather_matmul"]
+    transfers = [e for e in record.events if e.kind == "transfer" and e.name.startswith("all_gather_matmul")]
+    moved = sum(e.num_bytes for e in transfers)
+    return len(computes), len(transfers), moved, x.nbytes, dict(record.paths), {e.thread for e in transfers}
+
+
+def test_chunked_computes_by_chunk_and_sends_each_byte_once():
+    for computes, transfers, moved, shard_bytes, paths, threads in run_ranks(2, run_overlap):
+        assert computes == 1 + 4, "own rows, then one GEMM per chunk of the peer"
+        assert transfers == 4
+        assert moved == shard_bytes
+        assert paths == {"all_gather_matmul:chunked": 1, "matmul_reduce_scatter:chunked": 1}
+        assert threads == {"fusedcomm-sender"}
+
+
+def run_opcheck(rank, world):
+    torch.manual_seed(0)
+    name, ops = dist.group.WORLD.group_name, torch.ops.fusedcomm
+    x, w = torch.randn(5, 2, 6, requires_grad=True), [torch.randn(n, 6, requires_grad=True) for n in (3, 4)]
+    b = [torch.randn(n, requires_grad=True) for n in (3, 4)]
+    checks = [
+        (ops.all_gather_matmul.default, (x, w, b, name, [5, 5], "shard", "chunked")),
+        (ops.all_gather_matmul.default, (x, w, [], name, [5, 5], "gathered", "serial")),
+        (ops.matmul_reduce_scatter.default, (x, w[0], b[0], name, [3, 2], "chunked")),
+        (ops.matmul_reduce_scatter.default, (x, w[0], None, name, [1, 4], "serial")),
+    ]
+    return [torch.library.opcheck(op, args) for op, args in checks]
+
+
+def test_opcheck_passes():
+    for results in run_ranks(2, run_opcheck, timeout_s=120):
+        for result in results:
+            assert set(result.values()) == {"SUCCESS"}
+
+
+def run_compiled(rank, world):
+    torch.manual_seed(rank)
+    group = dist.group.WORLD
+    leaves = [torch.randn(*shape, requires_grad=True) for shape in ((3, 4, 6), (5, 6), (5, 6), (6, 5), (6,))]
+
+    def block(x, w1, w2, w3, b):
+        h = all_gather_matmul(x, [w1, w2], group=group, activation="swiglu", dim=1)
+        return matmul_reduce_scatter(h, w3, group=group, bias=b, dim=1)
+
+    outputs = []
+    for function in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
+        y = function(*leaves)
+        y.square().sum().backward()
+        outputs.append([y.detach(), *(t.grad for t in leaves)])
+        for t in leaves:
+            t.grad = None
+    return _equal(*outputs)
+
+
+def test_compiles_without_graph_breaks_to_the_same_bits():
+    assert run_ranks(2, run_compiled, timeout_s=120) == [True, True]

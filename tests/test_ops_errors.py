@@ -1,0 +1,190 @@
+"""Wrong calls end in an error that names both sides, on every rank: never in a hang, an abort or a wrong sum."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import RankFailure, run_ranks
+
+from fusedcomm import PeerError, all_gather_matmul, matmul_reduce_scatter
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group_of_one():
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+X, W = torch.randn(4, 6), torch.randn(5, 6)
+
+BAD_CALLS = [
+    (lambda g: all_gather_matmul(X, torch.randn(5, 7), group=g), "w_shard has K=7 but x_shard has K=6"),
+    (
+        lambda g: all_gather_matmul(X, W.double(), group=g),
+        "dtype torch.float64 but x_shard has torch.float32",
+    ),
+    (lambda g: all_gather_matmul(X.int(), W.int(), group=g), "dtype torch.int32"),
+    (lambda g: all_gather_matmul(X, W.to("meta"), group=g), "is on meta but x_shard is on cpu"),
+    (lambda g: all_gather_matmul(X, W, group=g, dim=1), "dim=1 is the last one"),
+    (lambda g: all_gather_matmul(X, W, group=g, dim=-1), "the last one"),
+    (lambda g: all_gather_matmul(X, W, group=g, dim=2), "dim=2 is out of range for 2 dimensions"),
+    (lambda g: all_gather_matmul(X[0], W, group=g), "at least 2 dimensions"),
+    (lambda g: all_gather_matmul(X, W[0], group=g), r"weights are \[N, K\]"),
+    (lambda g: all_gather_matmul(X, [], group=g), "empty list"),
+    (
+        lambda g: all_gather_matmul(X, W, group=g, bias=torch.randn(4)),
+        r"bias has shape \[4\] but its weight has N=5",
+    ),
+    (lambda g: all_gather_matmul(X, [W, W], group=g, bias=[torch.randn(5)]), "1 biases for 2 weights"),
+    (lambda g: all_gather_matmul(X, W, group=g, sizes=[3]), r"gives rank 0 3 rows but its shard has 4"),
+    (lambda g: all_gather_matmul(X, W, group=g, sizes=[4, 4]), "each of the 1 ranks"),
+    (lambda g: all_gather_matmul(X, W, group=g, method="quick"), "method='quick' is unknown"),
+    (lambda g: all_gather_matmul(X, W, group=g, method="fused"), "method='fused' cannot run"),
+    (lambda g: all_gather_matmul(X, W, group=g, save="all"), "save='all' is unknown"),
+    (lambda g: all_gather_matmul(X, W, group=g, activation="relu"), "activation='relu' is unknown"),
+    (lambda g: all_gather_matmul(X, W, group=g, activation="swiglu"), "needs two weights of one shape"),
+    (lambda g: matmul_reduce_scatter(X, torch.randn(5, 7), group=g), "w_shard has K=7 but x has K=6"),
+    (lambda g: matmul_reduce_scatter(X, W, group=g, sizes=[3]), r"sum to 3 rows but x has 4"),
+    (lambda g: matmul_reduce_scatter(X, W, group=g, dim=1), "dim=1 is the last one"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD_CALLS)
+def test_bad_input_is_a_value_error_with_the_numbers(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(dist.group.WORLD)
+
+
+def gather(x, w, **options):
+    return lambda: all_gather_matmul(x, w, group=dist.group.WORLD, **options)
+
+
+def scatter(x, w, **options):
+    return lambda: matmul_reduce_scatter(x, w, group=dist.group.WORLD, **options)
+
+
+# What rank 0 calls, what the others call, and what every message must name.
+MISMATCHES = {
+    "rows": (lambda: gather(torch.ones(4, 6), W), lambda: gather(torch.ones(3, 6), W), ["[4, 4", "[3, 3"]),
+    "features": (
+        lambda: gather(torch.ones(4, 6), torch.ones(5, 6)),
+        lambda: gather(torch.ones(4, 7), torch.ones(5, 7)),
+        ["1, 6]", "1, 7]"],
+    ),
+    "dtype": (
+        lambda: gather(torch.ones(4, 6), W),
+        lambda: gather(torch.ones(4, 6).bfloat16(), W.bfloat16()),
+        ["float32", "bfloat16"],
+    ),
+    "op": (
+        lambda: gather(torch.ones(4, 6), W),
+        lambda: scatter(torch.ones(8, 6), W),
+        ["all_gather_matmul:", "matmul_reduce_scatter:"],
+    ),
+    "method": (
+        lambda: gather(torch.ones(4, 6), W, method="serial"),
+        lambda: gather(torch.ones(4, 6), W, method="chunked"),
+        ["serial", "chunked"],
+    ),
+}
+
+
+def run_mismatch(rank, world, name):
+    first, others, _ = MISMATCHES[name]
+    (first if rank == 0 else others)()()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_a_peer_that_calls_something_else_is_named_on_every_rank(world, name):
+    start = time.monotonic()
+    errors = run_ranks(world, run_mismatch, name, return_exceptions=True)
+    for rank, error in enumerate(errors):
+        assert isinstance(error, PeerError), error.trace
+        for part in MISMATCHES[name][2] + [f"rank {rank} call"]:
+            assert part in str(error)
+    assert time.monotonic() - start < 20, "they must not wait for the time-out of 30 s"
+
+
+def run_refused(rank, world):
+    group = dist.group.WORLD
+    messages = []
+    # First rank 1 alone refuses its input, then all ranks do; the call after that must be right.
+    for bad_ranks in ({1}, set(range(world))):
+        try:
+            all_gather_matmul(X, torch.randn(5, 7) if rank in bad_ranks else W, group=group)
+        except (ValueError, PeerError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    y = all_gather_matmul(torch.full((1, 2), float(rank)), torch.eye(2), group=group)
+    return messages, y[:, 0].tolist()
+
+
+def test_a_refused_call_reaches_the_peers_and_leaves_the_group_usable():
+    for rank, (messages, y) in enumerate(run_ranks(3, run_refused)):
+        alone, together = messages
+        assert "w_shard has K=7 but x_shard has K=6" in alone
+        assert alone.startswith("ValueError" if rank == 1 else "PeerError: all_gather_matmul: rank 1 refused")
+        assert together.startswith("ValueError")
+        assert y == [0.0, 1.0, 2.0]
+
+
+def run_absent(rank, world):
+    if rank == 1:
+        time.sleep(4)
+        return
+    all_gather_matmul(X, W, group=dist.group.WORLD)
+
+
+def test_a_peer_that_never_calls_is_named_within_the_time_out():
+    start = time.monotonic()
+    error = run_ranks(2, run_absent, return_exceptions=True, fresh_timeout_s=2.0)[0]
+    assert isinstance(error, PeerError)
+    assert error.rank == 1
+    assert "rank 1 of the group did not call the operation" in str(error)
+    assert time.monotonic() - start < 15
+
+
+def run_killed(rank, world):
+    group = dist.group.WORLD
+    x, w = torch.randn(512, 4, 64), torch.randn(64, 64)
+    all_gather_matmul(x, w, group=group)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(3):
+        matmul_reduce_scatter(torch.randn(1536, 4, 64), w, group=group)
+
+
+def test_a_killed_peer_ends_the_others_with_an_error():
+    start = time.monotonic()
+    errors = run_ranks(3, run_killed, return_exceptions=True, fresh_timeout_s=5.0)
+    assert isinstance(errors[2], RankFailure)
+    assert "exit code -9" in str(errors[2])
+    for error in errors[:2]:
+        assert isinstance(error, PeerError), error.trace
+        assert error.op == "matmul_reduce_scatter"
+    # Whoever waited for the dead rank names it; the other may see the first one leave.
+    assert any(error.rank == 2 for error in errors[:2])
+    assert time.monotonic() - start < 25
+
+
+def run_empty(rank, world):
+    group = dist.group.WORLD
+    w = torch.randn(5, 6, requires_grad=True)
+    x = torch.empty(0, 6, requires_grad=True)
+    y = all_gather_matmul(x, w, group=group)
+    z = matmul_reduce_scatter(torch.empty(0, 6), w, group=group)
+    (y.sum() + z.sum()).backward()
+    return y.shape, z.shape, x.grad.shape, w.grad.abs().sum().item()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_empty_tensors_work(world):
+    for y, z, dx, dw in run_ranks(world, run_empty):
+        assert (y, z, dx, dw) == ((0, 5), (0, 5), (0, 6), 0.0)
