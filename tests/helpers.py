@@ -30,9 +30,7 @@ class RankFailure(AssertionError):
 def _serve(rank: int, world: int, store_path: str, timeout_s: float, pipe: Connection) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(store_path, world)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
     while True:
         try:
             task = pipe.recv_bytes()
@@ -61,9 +59,7 @@ class RankPool:
         self.processes = []
         for rank in range(world):
             ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(
-                target=_serve, args=(rank, world, store_path, timeout_s, theirs), daemon=True
-            )
+            process = _CONTEXT.Process(target=_serve, args=(rank, world, store_path, timeout_s, theirs), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -132,9 +128,7 @@ def run_ranks(
     else:
         _pools[world] = pool
     if errors and not return_exceptions:
-        raise RankFailure(
-            "\n".join(f"rank {rank}: {getattr(error, 'trace', error)}" for rank, error in errors.items())
-        )
+        raise RankFailure("\n".join(f"rank {rank}: {getattr(error, 'trace', error)}" for rank, error in errors.items()))
     return results
 
 

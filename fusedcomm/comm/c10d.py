@@ -171,7 +171,8 @@ class NcclExchange:
             if transfers:
                 for work in dist.batch_isend_irecv(transfers):
                     work.wait()
-            self._done[index] = self._stream.record_event()
+            self._done[index] = torch.cuda.Event()
+            self._done[index].record(self._stream)
 
     def wait(self, index: int) -> None:
         if self._incoming[index] is not None:

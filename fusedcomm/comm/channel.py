@@ -1,4 +1,4 @@
-"""A process group as our exchanges see it: numbered calls, and a header that says what each rank thinks is called.
+"""A process group as our exchanges see it: numbered calls, and a header that says what each rank calls.
 
 gloo aborts the process when shapes differ and sums the wrong tensors when calls are swapped; NCCL hangs. So each call
 begins with a header of fixed size, sent to every peer: the call's number and its signature as text. Payload is
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from fusedcomm.errors import PeerError
 
@@ -138,6 +139,11 @@ def _encode(call: int, signature: str) -> Tensor:
 def _decode(header: Tensor) -> tuple[int, str]:
     call, text = struct.unpack(f"<q{HEADER_BYTES - 8}s", header.numpy().tobytes())
     return call, text.rstrip(b"\0").decode(errors="replace")
+
+
+def group_named(name: str) -> ProcessGroup:
+    """The group of that `group_name`; custom ops carry groups by name."""
+    return _resolve_process_group(GroupName(name))
 
 
 _channels: weakref.WeakKeyDictionary[ProcessGroup, Channel] = weakref.WeakKeyDictionary()

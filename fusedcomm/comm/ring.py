@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def cut(sizes: Sequence[int], num_chunks: int) -> tuple[tuple[Chunk, ...], ...]:
     for owner, size in enumerate(sizes):
         pieces = min(num_chunks, size)
         bounds = [begin + size * piece // pieces for piece in range(pieces + 1)] if pieces else [begin]
-        shards.append(tuple(Chunk(owner, start, stop) for start, stop in zip(bounds, bounds[1:])))
+        shards.append(tuple(Chunk(owner, start, stop) for start, stop in pairwise(bounds)))
         begin += size
     return tuple(shards)
 
@@ -84,9 +85,7 @@ def reduce_scatter_steps(rank: int, sizes: Sequence[int], num_chunks: int) -> tu
     )
 
 
-def _side_by_side(
-    sends: tuple[Chunk, ...], recvs: tuple[Chunk, ...]
-) -> Iterator[tuple[Chunk | None, Chunk | None]]:
+def _side_by_side(sends: tuple[Chunk, ...], recvs: tuple[Chunk, ...]) -> Iterator[tuple[Chunk | None, Chunk | None]]:
     for index in range(max(len(sends), len(recvs))):
         yield (
             sends[index] if index < len(sends) else None,

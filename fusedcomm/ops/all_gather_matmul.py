@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group
 
+from fusedcomm.comm.channel import group_named
 from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.ops.check import check_matrix_inputs, check_sizes, refusing, row_dim
 from fusedcomm.ops.chunked import Call, Gather, Scatter, flat
@@ -97,9 +97,7 @@ def all_gather_matmul(
         padded = biases or [None] * len(weights)
         outputs = [x, *(local_linear(x, w, b, defer_wgrad) for w, b in zip(weights, padded))]
     elif defer_wgrad is not None:
-        outputs = _DeferredAllGatherMatmul.apply(
-            x, group, sizes, save, method, defer_wgrad, *weights, *biases
-        )
+        outputs = _DeferredAllGatherMatmul.apply(x, group, sizes, save, method, defer_wgrad, *weights, *biases)
     else:
         outputs = _forward_op(x, weights, biases, group.group_name, sizes, save, method)
     gathered, *results = [out.reshape(sum(sizes), *lead, out.shape[-1]).movedim(0, dim) for out in outputs]
@@ -114,9 +112,7 @@ def _as_biases(bias: Tensor | Sequence[Tensor | None] | None, weights: Sequence[
         return []
     biases = [bias] if isinstance(bias, Tensor) else list(bias)
     if len(biases) != len(weights):
-        raise ValueError(
-            f"{_OP}: {len(biases)} biases for {len(weights)} weights; give one (or None) per weight"
-        )
+        raise ValueError(f"{_OP}: {len(biases)} biases for {len(weights)} weights; give one (or None) per weight")
     if all(b is None for b in biases):
         return []
     return [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases)]
@@ -163,9 +159,7 @@ def _start_backward(
     grads = [grad.contiguous() for grad in grads]
     gather = None
     if need_w and save == "shard":
-        gather = Gather(
-            Call(f"{_OP} backward gather", call.group, call.sizes, call.method), saved.contiguous()
-        )
+        gather = Gather(Call(f"{_OP} backward gather", call.group, call.sizes, call.method), saved.contiguous())
     scatter = None
     if need_x:
         scatter = Scatter(call, saved.shape[1], saved.shape[2], saved)
@@ -196,7 +190,7 @@ def _forward_op(
     save: str,
     method: str,
 ) -> list[Tensor]:
-    call = Call(_OP, _resolve_process_group(group_name), tuple(sizes), method)
+    call = Call(_OP, group_named(group_name), tuple(sizes), method)
     return _forward(x, weights, biases, call)
 
 
@@ -220,10 +214,8 @@ def _backward_op(
     need_w: bool,
 ) -> list[Tensor]:
     """`[dx, dw, ...]`; an empty tensor where one is not needed."""
-    call = Call(f"{_OP} backward", _resolve_process_group(group_name), tuple(sizes), method)
-    x_full, scatter = _start_backward(
-        grads, grad_full, saved, weights, call, save, need_x=need_x, need_w=need_w
-    )
+    call = Call(f"{_OP} backward", group_named(group_name), tuple(sizes), method)
+    x_full, scatter = _start_backward(grads, grad_full, saved, weights, call, save, need_x=need_x, need_w=need_w)
     dws = [_weight_gradient(grad, x_full) if need_w else saved.new_empty(0) for grad in grads]
     dx = saved.new_empty(0) if scatter is None else scatter.finish()
     return [dx, *dws]
@@ -231,7 +223,7 @@ def _backward_op(
 
 @_backward_op.register_fake
 def _(grads, grad_full, saved, weights, group_name, sizes, save, method, need_x, need_w):
-    rank = _resolve_process_group(group_name).rank()
+    rank = group_named(group_name).rank()
     dx = saved.new_empty(sizes[rank], *saved.shape[1:]) if need_x else saved.new_empty(0)
     return [dx] + [torch.empty_like(w) if need_w else saved.new_empty(0) for w in weights]
 

@@ -28,26 +28,20 @@ def refusing(op: str, group: ProcessGroup) -> Iterator[None]:
         raise
 
 
-def check_matrix_inputs(
-    op: str, x_name: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
-) -> None:
+def check_matrix_inputs(op: str, x_name: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
     """One dtype and device; `x [..., K]`, every weight `[N, K]`, every bias `[N]`."""
     if x.dtype not in DTYPES:
         raise ValueError(
             f"{op}: {x_name} has dtype {x.dtype}; the ops compute in float32, bfloat16, float16 or float64"
         )
     if x.dim() < 2:
-        raise ValueError(
-            f"{op}: {x_name} has shape {list(x.shape)}; it needs rows and features, at least 2 dimensions"
-        )
+        raise ValueError(f"{op}: {x_name} has shape {list(x.shape)}; it needs rows and features, at least 2 dimensions")
     if not weights:
         raise ValueError(f"{op}: w_shard is an empty list; give at least one weight")
     for index, w in enumerate(weights):
         name = "w_shard" if len(weights) == 1 else f"w_shard[{index}]"
         if w.dim() != 2:
-            raise ValueError(
-                f"{op}: {name} has shape {list(w.shape)}; weights are [N, K] as nn.Linear stores them"
-            )
+            raise ValueError(f"{op}: {name} has shape {list(w.shape)}; weights are [N, K] as nn.Linear stores them")
         if w.shape[1] != x.shape[-1]:
             raise ValueError(
                 f"{op}: {name} has K={w.shape[1]} but {x_name} has K={x.shape[-1]}; "
@@ -57,8 +51,7 @@ def check_matrix_inputs(
     for index, b in enumerate(biases):
         if b.shape != (weights[index].shape[0],):
             raise ValueError(
-                f"{op}: bias has shape {list(b.shape)} but its weight has N={weights[index].shape[0]}; "
-                "a bias is [N]"
+                f"{op}: bias has shape {list(b.shape)} but its weight has N={weights[index].shape[0]}; a bias is [N]"
             )
         _check_alike(op, x_name, x, "bias", b)
 
@@ -83,9 +76,7 @@ def row_dim(op: str, dim: int, ndim: int) -> int:
     return dim
 
 
-def check_sizes(
-    op: str, sizes: Sequence[int], world: int, rank: int, *, shard: int | None, full: int | None
-) -> None:
+def check_sizes(op: str, sizes: Sequence[int], world: int, rank: int, *, shard: int | None, full: int | None) -> None:
     """`sizes` has one entry per rank, fits this rank's `shard` and sums to `full`."""
     if len(sizes) != world or any(size < 0 for size in sizes):
         raise ValueError(

@@ -139,9 +139,7 @@ class Scatter:
             self._steps,
             [None if s.send is None else self._partial[s.send.start : s.send.stop] for s in self._steps],
             [
-                None
-                if s.recv is None
-                else self._summands[s.src, s.recv.start - offset : s.recv.stop - offset]
+                None if s.recv is None else self._summands[s.src, s.recv.start - offset : s.recv.stop - offset]
                 for s in self._steps
             ],
             like.device,
@@ -173,7 +171,7 @@ class Scatter:
         """The sum of this rank's own rows, `[own rows, lead, features]`, plus `bias`."""
         total = torch.empty_like(self._summands[0])
         offset = self.call.own.start
-        ready = {chunk: 0 for chunk in self._own_chunks}
+        ready = dict.fromkeys(self._own_chunks, 0)
         for index, step in enumerate(self._steps):
             self._exchange.wait(index)
             if step.recv is None:

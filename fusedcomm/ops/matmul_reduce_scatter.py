@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group
 
+from fusedcomm.comm.channel import group_named
 from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.ops.check import check_matrix_inputs, check_sizes, refusing, row_dim
@@ -117,12 +117,12 @@ def _backward(
 def _forward_op(
     x: Tensor, w: Tensor, bias: Tensor | None, group_name: str, sizes: Sequence[int], method: str
 ) -> Tensor:
-    return _forward(x, w, bias, Call(_OP, _resolve_process_group(group_name), tuple(sizes), method))
+    return _forward(x, w, bias, Call(_OP, group_named(group_name), tuple(sizes), method))
 
 
 @_forward_op.register_fake
 def _(x, w, bias, group_name, sizes, method):
-    return x.new_empty(sizes[_resolve_process_group(group_name).rank()], x.shape[1], w.shape[0])
+    return x.new_empty(sizes[group_named(group_name).rank()], x.shape[1], w.shape[0])
 
 
 @torch.library.custom_op("fusedcomm::matmul_reduce_scatter_backward", mutates_args=())
@@ -137,7 +137,7 @@ def _backward_op(
     need_w: bool,
 ) -> list[Tensor]:
     """`[dx, dw]`; an empty tensor where one is not needed."""
-    call = Call(f"{_OP} backward", _resolve_process_group(group_name), tuple(sizes), method)
+    call = Call(f"{_OP} backward", group_named(group_name), tuple(sizes), method)
     dx, dw, _ = _backward(grad, x, w, call, need_x=need_x, need_w=need_w)
     return [x.new_empty(0) if dx is None else dx, x.new_empty(0) if dw is None else dw]
 
@@ -151,7 +151,7 @@ def _(grad, x, w, group_name, sizes, method, need_x, need_w):
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, bias, ctx.group_name, ctx.sizes, ctx.method = inputs
+    x, w, _, ctx.group_name, ctx.sizes, ctx.method = inputs
     ctx.save_for_backward(x, w)
 
 

@@ -34,9 +34,7 @@ def all_gather(x: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: Sequence[
     return _AllGather.apply(x.movedim(dim, 0), group, tuple(sizes)).movedim(0, dim)
 
 
-def reduce_scatter(
-    x: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None
-) -> Tensor:
+def reduce_scatter(x: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
     """`[..., sum(sizes), ..., K]` on all ranks, summed in fp32 in rank order, to `[..., sizes[rank], ..., K]`.
 
     `sizes=None` cuts as `torch.chunk` would. Backward is `all_gather`. Errors as `matmul_reduce_scatter`.
@@ -63,8 +61,8 @@ def all_to_all(
 ) -> Tensor:
     """Gather `gather_dim` and split `scatter_dim` in one exchange: each rank sends each peer only what it keeps.
 
-    Per rank `[.., gather_sizes[rank], .., sum(scatter_sizes), ..]` to `[.., sum(gather_sizes), .., scatter_sizes[rank], ..]`.
-    Backward is the exchange the other way.
+    Per rank `[.., gather_sizes[rank], .., sum(scatter_sizes), ..]` to
+    `[.., sum(gather_sizes), .., scatter_sizes[rank], ..]`. Backward is the exchange the other way.
     """
     if group.size() == 1:
         return x

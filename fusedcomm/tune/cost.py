@@ -42,7 +42,5 @@ def choose(method: str, *, world: int, rows: int) -> Choice:
     if method != "auto":
         raise ValueError(f"method={method!r} is unknown; use 'auto', 'chunked', 'serial' or 'fused'")
     if shard_rows < _MIN_ROWS:
-        return Choice(
-            "serial", 1, f"{shard_rows} rows a shard are fewer than {_MIN_ROWS}: nothing to hide behind"
-        )
+        return Choice("serial", 1, f"{shard_rows} rows a shard are fewer than {_MIN_ROWS}: nothing to hide behind")
     return Choice("chunked", num_chunks, f"{shard_rows} rows a shard in {num_chunks} chunks")
