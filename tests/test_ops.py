@@ -100,11 +100,19 @@ class Wgrads:
             weight.grad = compute()
 
 
-def gather_inputs(case: Case, dtype: torch.dtype):
+def drawer(case: Case, dtype: torch.dtype, absolute: bool):
+    """Random tensors, rounded to the case's dtype and held in `dtype`; their absolute values if asked for."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def draw(*shape):
-        return torch.randn(*shape, generator=generator).to(case.dtype).to(dtype)
+        values = torch.randn(*shape, generator=generator).to(case.dtype).to(dtype)
+        return values.abs() if absolute else values
+
+    return draw
+
+
+def gather_inputs(case: Case, dtype: torch.dtype, absolute: bool = False):
+    draw = drawer(case, dtype, absolute)
 
     x = [draw(*case.shape(size, case.k)) for size in case.sizes]
     w = [[draw(case.n + i, case.k) for _ in range(case.world)] for i in range(case.num_weights)]
@@ -140,8 +148,8 @@ def run_gather(rank: int, world: int, case: Case):
     )
 
 
-def expect_gather(case: Case, dtype: torch.dtype):
-    xs, ws, bs, dys = gather_inputs(case, dtype)
+def expect_gather(case: Case, dtype: torch.dtype, absolute: bool = False):
+    xs, ws, bs, dys = gather_inputs(case, dtype, absolute)
     for tensor in [*xs, *(t for v in ws for t in v), *(t for v in bs for t in v)]:
         tensor.requires_grad_()
     ys = [reference.all_gather_matmul(xs, w, bias=b if case.bias else None, dim=case.dim) for w, b in zip(ws, bs)]
@@ -154,15 +162,21 @@ def expect_gather(case: Case, dtype: torch.dtype):
 def test_all_gather_matmul_matches_reference(case):
     results = run_ranks(case.world, run_gather, case)
     exact, plain = expect_gather(case, torch.float64), expect_gather(case, case.dtype)
+    terms = expect_gather(case, torch.float64, absolute=True)
     moved = torch.cat([x.detach() for x in plain[0]], case.dim)
     for rank, (ys, gathered, grads) in enumerate(results):
         assert torch.equal(gathered, moved), "moved data must be bit-equal"
         for i, y in enumerate(ys):
-            assert_as_accurate(y, exact[3][i][rank], plain[3][i][rank], name=f"y[{i}] of rank {rank}")
-        expected, rounded = leaf_gradients(exact, rank, case), leaf_gradients(plain, rank, case)
+            picked = (expectation[3][i][rank] for expectation in (exact, plain, terms))
+            check(y, *picked, name=f"y[{i}] of rank {rank}")
+        expected, rounded, sizes = (leaf_gradients(expectation, rank, case) for expectation in (exact, plain, terms))
         for i, grad in enumerate(grads):
-            assert_as_accurate(grad, expected[i], rounded[i], name=f"gradient {i} of rank {rank}")
+            check(grad, expected[i], rounded[i], sizes[i], name=f"gradient {i} of rank {rank}")
         assert len(grads) == len(expected)
+
+
+def check(actual: Tensor, exact: Tensor, plain: Tensor, terms: Tensor, *, name: str) -> None:
+    assert_as_accurate(actual, exact, plain, terms=terms, name=name)
 
 
 def leaf_gradients(expectation, rank: int, case: Case) -> list[Tensor]:
@@ -171,12 +185,8 @@ def leaf_gradients(expectation, rank: int, case: Case) -> list[Tensor]:
     return [xs[rank].grad, *(w[rank].grad for w in ws), *((b[rank].grad for b in bs) if case.bias else ())]
 
 
-def scatter_inputs(case: Case, dtype: torch.dtype):
-    generator = torch.Generator().manual_seed(case.seed)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator).to(case.dtype).to(dtype)
-
+def scatter_inputs(case: Case, dtype: torch.dtype, absolute: bool = False):
+    draw = drawer(case, dtype, absolute)
     # Ranks may hold different shares of K.
     ks = [case.k + rank % 2 for rank in range(case.world)]
     x = [draw(*case.shape(case.rows, k)) for k in ks]
@@ -208,24 +218,21 @@ def run_scatter(rank: int, world: int, case: Case):
 @on_ranks
 @given(case=cases())
 def test_matmul_reduce_scatter_matches_reference(case):
-    def expect(dtype):
-        xs, ws, bias, dys = scatter_inputs(case, dtype)
+    def expect(dtype, absolute=False):
+        xs, ws, bias, dys = scatter_inputs(case, dtype, absolute)
         for tensor in [*xs, *ws, bias]:
             tensor.requires_grad_()
         ys = reference.matmul_reduce_scatter(xs, ws, sizes=case.sizes, bias=bias if case.bias else None, dim=case.dim)
         torch.autograd.backward(ys, dys)
-        return xs, ws, bias, ys
+        grads = [(x.grad, w.grad, dy.flatten(0, -2).sum(0)) for x, w, dy in zip(xs, ws, dys)]
+        return [(y, *grad) for y, grad in zip(ys, grads)]
 
     results = run_ranks(case.world, run_scatter, case)
-    exact, plain = expect(torch.float64), expect(case.dtype)
-    for rank, (y, dx, dw, _) in enumerate(results):
-        assert_as_accurate(y, exact[3][rank], plain[3][rank], name=f"y of rank {rank}")
-        assert_as_accurate(dx, exact[0][rank].grad, plain[0][rank].grad, name=f"dx of rank {rank}")
-        assert_as_accurate(dw, exact[1][rank].grad, plain[1][rank].grad, name=f"dw of rank {rank}")
-    if case.bias:
-        # Each rank has the gradient over its own rows; their sum is the gradient.
-        db = torch.stack([result[3].float() for result in results]).sum(0).to(case.dtype)
-        assert_as_accurate(db, exact[2].grad, plain[2].grad, name="db", times=2 * case.world)
+    expectations = [expect(torch.float64), expect(case.dtype), expect(torch.float64, absolute=True)]
+    for rank, result in enumerate(results):
+        for i, name in enumerate(["y", "dx", "dw", "db"] if case.bias else ["y", "dx", "dw"]):
+            # The owner of the rows adds the bias, so a rank's db is that of its own rows.
+            check(result[i], *(expectation[rank][i] for expectation in expectations), name=f"{name} of rank {rank}")
 
 
 BIG = Case(4, (2,), 0, (70, 70, 70, 33), 48, 40, torch.bfloat16, True, 2, "chunked", "shard", False, True, 3)

@@ -45,8 +45,15 @@ def _sender() -> _Sender:
     return _Sender()
 
 
+def _run_here(job: Callable[[], None]) -> None:
+    job()
+
+
 class GlooExchange:
-    """`Exchange` for CPU tensors. The sender thread agrees with the peers, posts the receives and sends."""
+    """`Exchange` for CPU tensors. The sender thread agrees with the peers, posts the receives and sends.
+
+    With nothing to overlap the caller's thread does it all: two threads would only hand over to one another.
+    """
 
     def __init__(
         self,
@@ -56,6 +63,7 @@ class GlooExchange:
         steps: Sequence[Step],
         outgoing: Sequence[Tensor | None],
         incoming: Sequence[Tensor | None],
+        overlapped: bool,
     ) -> None:
         self._channel = channel
         self._op = op
@@ -63,6 +71,7 @@ class GlooExchange:
         self._steps = steps
         self._outgoing = outgoing
         self._incoming = incoming
+        self._submit = _sender().submit if overlapped else _run_here
         self._receives: list[Work | None] = []
         self._opened = threading.Event()
         self._error: Exception | None = None
@@ -70,7 +79,7 @@ class GlooExchange:
     def start(self) -> None:
         self._call = self._channel.next_call()
         self._tag = _FIRST_TAG + self._call % _NUM_TAGS
-        _sender().submit(self._open)
+        self._submit(self._open)
 
     def _open(self) -> None:
         try:
@@ -86,7 +95,7 @@ class GlooExchange:
 
     def send(self, index: int) -> None:
         if self._outgoing[index] is not None:
-            _sender().submit(partial(self._send, index))
+            self._submit(partial(self._send, index))
 
     def _send(self, index: int) -> None:
         tensor, dst = self._outgoing[index], self._steps[index].dst
@@ -112,7 +121,7 @@ class GlooExchange:
 
     def finish(self) -> None:
         sent = threading.Event()
-        _sender().submit(sent.set)
+        self._submit(sent.set)
         with span("wait", f"{self._op} sent"):
             sent.wait()
         self._raise()
@@ -139,6 +148,7 @@ class NcclExchange:
         steps: Sequence[Step],
         outgoing: Sequence[Tensor | None],
         incoming: Sequence[Tensor | None],
+        overlapped: bool,
     ) -> None:
         self._channel = channel
         self._op = op
@@ -146,6 +156,7 @@ class NcclExchange:
         self._steps = steps
         self._outgoing = outgoing
         self._incoming = incoming
+        self._overlapped = overlapped
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._stream = _side_stream(torch.cuda.current_device())
         self._done: dict[int, torch.cuda.Event] = {}
@@ -173,6 +184,8 @@ class NcclExchange:
                     work.wait()
             self._done[index] = torch.cuda.Event()
             self._done[index].record(self._stream)
+        if not self._overlapped:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def wait(self, index: int) -> None:
         if self._incoming[index] is not None:

@@ -42,8 +42,12 @@ def open_exchange(
     outgoing: Sequence[Tensor | None],
     incoming: Sequence[Tensor | None],
     device: torch.device,
+    *,
+    overlapped: bool,
 ) -> Exchange:
     """The exchange for tensors on `device`: NCCL's for CUDA, gloo's for the CPU.
+
+    `overlapped` says whether the caller computes meanwhile; without, nothing runs beside it.
 
     Raises:
         ValueError: the group has no backend for that device.
@@ -51,4 +55,4 @@ def open_exchange(
     channel: Channel = channel_of(group)
     backend = channel.backend_of(op, device)
     kind = NcclExchange if backend == "nccl" else GlooExchange
-    return kind(channel, op, signature, steps, outgoing, incoming)
+    return kind(channel, op, signature, steps, outgoing, incoming, overlapped)

@@ -75,6 +75,7 @@ class Gather:
             [self._rows(step.send) for step in self._steps],
             [self._rows(step.recv) for step in self._steps],
             shard.device,
+            overlapped=not self._serial,
         )
         self._exchange.start()
         for index in range(len(self._steps)):
@@ -143,6 +144,7 @@ class Scatter:
                 for s in self._steps
             ],
             like.device,
+            overlapped=not self._serial,
         )
         self._own_chunks = cut(call.sizes, choice.num_chunks)[rank]
         self._exchange.start()

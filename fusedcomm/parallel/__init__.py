@@ -1,0 +1,26 @@
+"""Data and pipeline parallelism around tensor-parallel layers, and the optimizer that sees the whole mesh."""
+
+from fusedcomm.parallel.data import GradientBuckets, main_grad_of
+from fusedcomm.parallel.optimizer import LossScale, Optimizer, StepResult, cosine_lr
+from fusedcomm.parallel.pipeline import BuildStage, Pipeline
+from fusedcomm.parallel.schedule import SCHEDULES, split_layers, stage_to_rank, stages_on_each_rank
+from fusedcomm.parallel.tied import TiedWeights, tied_group
+from fusedcomm.parallel.wgrad import WgradQueue
+
+__all__ = [
+    "SCHEDULES",
+    "BuildStage",
+    "GradientBuckets",
+    "LossScale",
+    "Optimizer",
+    "Pipeline",
+    "StepResult",
+    "TiedWeights",
+    "WgradQueue",
+    "cosine_lr",
+    "main_grad_of",
+    "split_layers",
+    "stage_to_rank",
+    "stages_on_each_rank",
+    "tied_group",
+]

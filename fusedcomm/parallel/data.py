@@ -1,4 +1,4 @@
-"""Data parallelism: the step's gradients in flat fp32 buckets, summed over the ranks while backward still runs."""
+"""Data parallelism: gradients in flat fp32 buckets, summed over the ranks while backward still runs."""
 
 from __future__ import annotations
 
@@ -51,22 +51,25 @@ class GradientBuckets:
     Shapes per rank: `param.main_grad` is fp32, shaped as the parameter, a view into a flat bucket of about
     `bucket_mb` MiB; buckets follow the reverse order of `named_params`, which should be the order of use.
 
-    What travels when: backward adds each gradient to `main_grad` and frees `param.grad`. The first step counts how
-    often each parameter contributes until `finish()` (micro-batches, modules used twice and deferred weight
-    gradients included); from the second step on a bucket is all-reduced over `dp_group` in the background as soon as
-    the last contribution to it and to every bucket before it is in, so that all ranks send in one order. Parameters
-    of which each tensor-parallel rank holds a part of the gradient (`ParamLayout.partial_grad`) share one more
-    bucket that `finish()` sums over `tp_group` and `dp_group`. A group of one, or None, sends nothing.
+    What travels when: backward adds each gradient to `main_grad` and frees `param.grad`. The first step
+    counts how often each parameter contributes until `finish()` (micro-batches, modules used twice and
+    deferred weight gradients included). From the second step on a bucket is all-reduced over `dp_group` in
+    the background as soon as the last contribution to it and to every bucket before it is in: all ranks send
+    in one order. Parameters of which each tensor-parallel rank holds a part of the gradient
+    (`ParamLayout.partial_grad`) share one more bucket, which `finish()` sums over `tp_group` and `dp_group`.
+    A group of one, or None, sends nothing.
 
     It is a sum, not a mean: divide the loss by the global number of tokens (or samples).
 
-    After `finish()` any torch optimizer can step: `param.grad` is the view itself where the parameter is fp32, and
-    elsewhere a copy rounded to its dtype (`set_grad=False` saves that copy where `fusedcomm.parallel.Optimizer`
-    reads `main_grad`). `zero()` prepares the next step and drops `param.grad`; it is not `optimizer.zero_grad()`.
+    After `finish()` any torch optimizer can step: `param.grad` is the view itself where the parameter is
+    fp32, and elsewhere a copy rounded to its dtype. (`finish(set_grad=False)` saves that copy for
+    `fusedcomm.parallel.Optimizer`, which reads `main_grad`.) Then `zero()`, not `optimizer.zero_grad()`,
+    prepares the next step.
 
-    Errors: ValueError on all ranks of a group whose ranks hold other parameters; RuntimeError where a gradient comes
-    in after its bucket was sent, or `finish()` finds a gradient that did not pass through the buckets.
-    Source: the golden count of contributions is Megatron-LM's, the buckets are PyTorch DDP's (Li et al., VLDB 2020).
+    Errors: ValueError on all ranks of a group if they hold different parameters; RuntimeError for a gradient
+    that comes in after its bucket was sent, and in `finish()` for one that did not pass through the buckets.
+    Source: counting contributions in the first step is Megatron-LM's, the buckets are PyTorch DDP's (Li et
+    al. 2020).
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class GradientBuckets:
         if self._merged is not None:
             for slot in self._merged.slots:
                 claim_partial_grad(slot.param)
-        self._slots = {slot.param: slot for bucket in self._all_buckets() for slot in bucket.slots}
+        self._slots: dict[Tensor, _Slot] = {slot.param: slot for bucket in self._all_buckets() for slot in bucket.slots}
         for slot in self._slots.values():
             slot.param.register_post_accumulate_grad_hook(self._collect)
         self._counted = False
@@ -105,8 +108,8 @@ class GradientBuckets:
         self._num_launched = 0
         self._named_without_gradient: set[str] = set()
 
-    def accumulate(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Add one contribution to `param.main_grad`; autograd's come by themselves, deferred ones through this."""
+    def accumulate(self, param: Tensor, grad: Tensor) -> None:
+        """Add one contribution to `param.main_grad`: a deferred one, as autograd's come in by themselves."""
         slot = self._slots.get(param)
         if slot is None:
             raise ValueError(
@@ -116,8 +119,8 @@ class GradientBuckets:
         bucket = slot.bucket
         if bucket.launched:
             raise RuntimeError(
-                f"GradientBuckets: contribution {slot.num_contributions + 1} to the gradient of {slot.name} came after "
-                f"its bucket was sent with {slot.num_expected}; call zero() after each optimizer step, and "
+                f"GradientBuckets: contribution {slot.num_contributions + 1} to the gradient of {slot.name} came "
+                f"after its bucket was sent with {slot.num_contributions}; call zero() after each optimizer step, and "
                 "count_again() before a step with more micro-batches or other uses of a module"
             )
         with torch.no_grad():
@@ -166,7 +169,7 @@ class GradientBuckets:
         self._finished = False
 
     def count_again(self) -> None:
-        """Let the next step count contributions anew, as the first did: it sends nothing before `finish()`."""
+        """Let the next step count contributions anew: like the first, it sends nothing before `finish()`."""
         self._counted = False
 
     @property
@@ -178,9 +181,10 @@ class GradientBuckets:
         return self._buckets if self._merged is None else [*self._buckets, self._merged]
 
     def _collect(self, param: Tensor) -> None:
-        assert isinstance(param, nn.Parameter) and param.grad is not None
         grad, param.grad = param.grad, None
-        self.accumulate(param, grad)
+        # Autograd calls this too where a function gave no gradient: a deferred one is still to come.
+        if grad is not None:
+            self.accumulate(param, grad)
 
     def _launch_ready(self) -> None:
         while self._num_launched < len(self._buckets):

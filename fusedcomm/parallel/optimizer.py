@@ -17,7 +17,7 @@ from fusedcomm.parallel.data import main_grad_of
 
 
 def cosine_lr(step: int, *, peak: float, warmup_steps: int, total_steps: int, minimum: float = 0.0) -> float:
-    """The rate of step 0, 1, ...: a line up to `peak`, reached after `warmup_steps`, then half a cosine to `minimum`."""
+    """The rate of step 0, 1, ...: a line up to `peak` in `warmup_steps`, then half a cosine to `minimum`."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
@@ -28,7 +28,8 @@ def cosine_lr(step: int, *, peak: float, warmup_steps: int, total_steps: int, mi
 class LossScale:
     """The factor on an fp16 loss: halved when a step overflows, doubled after `growth_interval` good ones.
 
-    It is a power of two, so that scaling never rounds. All ranks see the same norm and so hold the same scale.
+    It is a power of two, so that scaling never rounds. All ranks see the same norm, and so hold the same
+    scale.
     """
 
     value: float = 2.0**16
@@ -62,12 +63,12 @@ class Optimizer:
     Weight decay applies to matrices only.
 
     What travels: two fp64 numbers per rank and step. Each gradient counts once in the norm: shards on every
-    tensor-parallel rank, replicated parameters on the first, all of them on the first data-parallel rank, and names in
-    `counted_elsewhere` (the second copy of a tied weight) not at all. The sum is taken in rank order, so every rank
-    clips by the same number to the last bit.
+    tensor-parallel rank, replicated parameters on the first, all of them on the first data-parallel rank
+    only, and names in `counted_elsewhere` (the second copy of a tied weight) not at all. The sum is taken in
+    rank order, so that every rank clips by the same number, to the last bit.
 
-    Non-finite gradients: with a `loss_scale` (fp16) all ranks skip the step and halve the scale; without, all raise
-    FloatingPointError naming the step, ranks and parameters, before any weight has changed.
+    Non-finite gradients: with a `loss_scale` (fp16) all ranks skip the step and halve the scale; without, all
+    raise FloatingPointError naming the step, ranks and parameters, before any weight has changed.
     """
 
     def __init__(
@@ -75,7 +76,6 @@ class Optimizer:
         named_params: Iterable[tuple[str, nn.Parameter]],
         *,
         mesh: Mesh | None = None,
-        lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.1,
@@ -95,7 +95,6 @@ class Optimizer:
         ]
         self._adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]] or groups[:1],
-            lr=lr,
             betas=betas,
             eps=eps,
             fused=True,
@@ -110,7 +109,8 @@ class Optimizer:
 
     def step(self, step: int, *, lr: float) -> StepResult:
         """Clip and apply the gradients; every rank calls it. `step` only names the step in errors."""
-        grads = {name: grad for name, param in self._params.items() if (grad := _fp32_grad(param)) is not None}
+        found = {name: _fp32_grad(param) for name, param in self._params.items()}
+        grads = {name: grad for name, grad in found.items() if grad is not None}
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         norm = self._global_norm(grads) / scale
         finite = math.isfinite(norm)
@@ -123,7 +123,7 @@ class Optimizer:
         return StepResult(norm, skipped=not finite)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Per parameter name: `master` (fp32), `exp_avg`, `exp_avg_sq` (shaped as the shard) and `step`; live tensors."""
+        """Live tensors by parameter name: `master`, `exp_avg`, `exp_avg_sq` (fp32, as the shard) and `step`."""
         return {
             name: {"master": master.detach(), **self._adamw.state[master]} for name, master in self._masters.items()
         }
@@ -135,7 +135,7 @@ class Optimizer:
         """
         if missing := sorted(self._masters.keys() - state.keys()):
             raise ValueError(
-                f"Optimizer: the state lacks {', '.join(missing)}; it must hold every parameter that this rank trains"
+                f"Optimizer: the state lacks {', '.join(missing)}; it must hold every parameter trained here"
             )
         with torch.no_grad():
             for name, own in self.state_dict().items():
@@ -152,13 +152,12 @@ class Optimizer:
         return self._mesh.dp_rank == 0 and (sharded or self._mesh.tp_rank == 0)
 
     def _global_norm(self, grads: dict[str, Tensor]) -> float:
-        """Root of the sum of squares over the mesh, from every rank's fp64 sum; NaN if any rank holds a non-finite one."""
-        norms = dict(zip(grads, torch._foreach_norm(list(grads.values()), 2, dtype=torch.float64))) if grads else {}
-        counted = [norms[name] for name in self._counted if name in norms]
+        """Root of the sum of squares over the mesh, of fp64 sums; NaN or infinite if any rank holds such a one."""
         zero = torch.zeros((), dtype=torch.float64, device=self._device())
-        squares = torch.stack(counted).square().sum() if counted else zero
-        # Copies that are not counted must be finite too: they would ruin their own rank's weights.
-        unsound = torch.stack(list(norms.values())).sum() * 0 if norms else zero
+        norms = dict(zip(grads, _norms(list(grads.values()))))
+        squares = torch.stack([zero, *(norms[name] for name in self._counted if name in norms)]).square().sum()
+        # Copies that do not count must be finite too: they would ruin their own rank's weights.
+        unsound = torch.stack([zero, *norms.values()]).sum() * 0
         local = torch.stack((squares, unsound))
         if self._mesh is None or self._mesh.world == 1:
             ranks = [local]
@@ -199,7 +198,7 @@ class Optimizer:
         if self._clip_norm is not None and norm > self._clip_norm:
             factor *= self._clip_norm / norm
         if factor != 1.0 and grads:
-            torch._foreach_mul_(list(grads.values()), factor)
+            torch._foreach_mul_(list(grads.values()), factor)  # pyright: ignore[reportPrivateImportUsage]
         for name, master in self._masters.items():
             master.grad = grads.get(name)
         for group in self._adamw.param_groups:
@@ -212,6 +211,13 @@ class Optimizer:
             for name, master in self._masters.items():
                 if self._params[name] is not master:
                     self._params[name].copy_(master)
+
+
+def _norms(grads: list[Tensor]) -> list[Tensor]:
+    if not grads:
+        return []
+    # One fused pass; `get_total_norm` would sum in fp32.
+    return list(torch._foreach_norm(grads, 2, dtype=torch.float64))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _master(param: nn.Parameter) -> nn.Parameter:

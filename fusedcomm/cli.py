@@ -1,0 +1,209 @@
+"""The command `fusedcomm`: everything that can be wrong is said in one line each before any process starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from fusedcomm.train.config import Config
+    from fusedcomm.train.launch import Place
+
+# More CPU ranks than this per core is a layout meant for a cluster.
+_MAX_RANKS_PER_CORE = 16
+
+app = typer.Typer(
+    help="Train Transformers on a pipeline x data x tensor-parallel mesh whose communication hides behind computation.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, such as examples/quickstart.yaml.")]
+Overrides = Annotated[
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in train.steps=100; repeatable.")
+]
+Fit = Annotated[
+    bool, typer.Option("--fit", help="Change the layout to one that fits the GPUs, or the ranks of a launcher.")
+]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A configuration found good, and this process's place among the ranks (None: they are still to start)."""
+
+    config: Config
+    place: Place | None
+
+    @property
+    def is_first(self) -> bool:
+        return self.place is None or self.place.rank == 0
+
+
+@app.callback()
+def _commands() -> None:
+    # A callback keeps the commands' names even if there is but one.
+    pass
+
+
+@app.command()
+def train(
+    config: ConfigPath,
+    overrides: Overrides = [],  # noqa: B006
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="auto|PATH", help="Go on from train.output_dir's newest checkpoint, or from this one."),
+    ] = None,
+    fit: Fit = False,
+) -> None:
+    """Train CONFIG's model.
+
+    Starts the ranks itself on one machine; under torchrun, mpirun or srun it is one of theirs:
+
+        torchrun --nproc-per-node 8 -m fusedcomm train CONFIG
+    """
+    run = _prepare(config, overrides, fit)
+    if resume is not None and resume != "auto" and not Path(resume).is_dir():
+        _refuse(run.place, [f"--resume {resume}: there is no such folder; give a checkpoint's folder, or auto"])
+    if run.is_first:
+        _save_resolved(run)
+    raise typer.Exit(_run(run, _train_rank, run.config, resume))
+
+
+@app.command()
+def verify(
+    config: ConfigPath,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps to compare.")] = 3,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write every difference to this file too.")
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006
+    fit: Fit = False,
+) -> None:
+    """Compare CONFIG's mesh with a single process, step by step from identical weights.
+
+    Prints losses and gradient differences; the exit code is 1 where they exceed what rounding explains.
+    """
+    run = _prepare(config, overrides, fit)
+    raise typer.Exit(_run(run, _verify_rank, run.config, steps, json_path))
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="fusedcomm")
+
+
+def _prepare(path: Path, overrides: list[str], fit: bool) -> _Run:
+    """Read and check everything; on a mistake print it and exit with code 2."""
+    from fusedcomm.train.config import ConfigError, load_config
+    from fusedcomm.train.launch import find_place, start_fork_server
+
+    try:
+        place = find_place(os.environ)
+    except ValueError as error:
+        _refuse(None, [str(error)])
+    try:
+        config = load_config(path, overrides)
+        if place is None:
+            # It imports while the checks go on.
+            start_fork_server()
+        config = _settle_layout(config, place, fit)
+        _check_data(config)
+    except ConfigError as error:
+        _refuse(place, [f"{path}: {line}" for line in error.lines])
+    return _Run(config, place)
+
+
+def _refuse(place: Place | None, lines: list[str]) -> NoReturn:
+    if place is None or place.rank == 0:
+        for line in lines:
+            print(line, file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def _settle_layout(config: Config, place: Place | None, fit: bool) -> Config:
+    """The configuration on a layout that can run here, which is printed."""
+    import torch
+
+    from fusedcomm.train import layout
+    from fusedcomm.train.config import ConfigError
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    asked = config.parallel_config
+    available = place.world if place is not None else num_gpus
+    if fit and available:
+        config = layout.fit(config, available)
+    world = config.parallel_config.world
+    layout.validate_for_world(config, world if place is None else place.world)
+    if place is None and num_gpus and world > num_gpus:
+        raise ConfigError(
+            [
+                f"parallel_config: {world} ranks but this machine has {num_gpus} GPUs; use --fit, change a degree, "
+                "start on several machines with torchrun, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+            ]
+        )
+    most = _MAX_RANKS_PER_CORE * (os.cpu_count() or 1)
+    if place is None and not num_gpus and world > most:
+        raise ConfigError(
+            [
+                f"parallel_config: {world} ranks are too many for the {os.cpu_count()} cores of this machine (at most "
+                f"{most}); change a degree, or start on several machines with torchrun, mpirun or srun"
+            ]
+        )
+    if place is None or place.rank == 0:
+        changed = "" if config.parallel_config == asked else f" (fitted to {available} {'ranks' if place else 'GPUs'})"
+        print(f"{layout.describe_layout(config)}{changed}", flush=True)
+    return config
+
+
+def _check_data(config: Config) -> None:
+    from fusedcomm.train.data import open_data
+
+    # Reads little, except that a tokenizer works here, once, for all ranks.
+    open_data(config)
+
+
+def _save_resolved(run: _Run) -> None:
+    from fusedcomm.train.config import dump_config
+
+    folder = Path(run.config.train.output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(dump_config(run.config), encoding="utf-8")
+    except OSError as error:
+        _refuse(run.place, [f"train.output_dir: {folder} cannot be written ({error.strerror}); choose another folder"])
+    print(f"resolved configuration: {folder / 'config.yaml'}", flush=True)
+
+
+def _run(run: _Run, task: Callable[..., int | None], *args: Any) -> int:
+    """The task on every rank: here if a launcher started this process as one, else on new processes."""
+    from fusedcomm.train.launch import leave_distributed, run_ranks
+    from fusedcomm.train.layout import coordinates
+
+    parallel = run.config.parallel_config
+    if run.place is None:
+        return run_ranks(task, args, world=parallel.world, describe_rank=lambda rank: coordinates(parallel, rank))
+    os.environ.update(run.place.environment())
+    code = task(*args) or 0
+    leave_distributed()
+    return code
+
+
+def _train_rank(config: Config, resume: str | None) -> None:
+    from fusedcomm.train.launch import init_distributed
+    from fusedcomm.train.loop import train
+
+    train(config, resume=resume, device=init_distributed(config.train.startup_timeout_s))
+
+
+def _verify_rank(config: Config, steps: int, json_path: Path | None) -> int:
+    from fusedcomm.train.launch import init_distributed
+    from fusedcomm.train.loop import verify
+
+    return verify(config, steps=steps, json_path=json_path, device=init_distributed(config.train.startup_timeout_s))

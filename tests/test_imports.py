@@ -1,0 +1,100 @@
+"""Who may import whom, and what importing the package needs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# Leftmost knows nothing of the rest.
+ORDER = [
+    {"errors"},
+    {"kernels", "comm"},
+    {"tune"},
+    {"ops", "reference"},
+    {"nn"},
+    {"parallel"},
+    {"train"},
+    {"plan"},
+    {"cli"},
+]
+LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
+
+
+def violations(room: str, source: str) -> list[str]:
+    """Imports of fusedcomm rooms to the right of `room`, or of another room on its level."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        modules = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            modules = [node.module]
+        elif isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        for module in modules:
+            parts = module.split(".")
+            if parts[0] != "fusedcomm" or len(parts) < 2 or parts[1] == room:
+                continue
+            if LEVEL.get(parts[1], -1) >= LEVEL[room]:
+                found.append(f"{room} imports {module}")
+    return found
+
+
+def sources():
+    for path in sorted((ROOT / "fusedcomm").rglob("*.py")):
+        parts = path.relative_to(ROOT / "fusedcomm").with_suffix("").parts
+        if parts[0] in ("__init__", "__main__", "kernels"):
+            continue
+        yield parts[0], path
+    for path in sorted((ROOT / "kernels").rglob("*.py")):
+        yield "kernels", path
+
+
+@pytest.mark.parametrize(
+    ("room", "path"), [pytest.param(*pair, id=str(pair[1].relative_to(ROOT))) for pair in sources()]
+)
+def test_imports_go_one_way(room, path):
+    assert room in LEVEL, f"{path.name} is in no room of the design"
+    assert violations(room, path.read_text()) == []
+
+
+def test_the_rule_can_fail():
+    assert violations("ops", "from fusedcomm.nn import MLP") == ["ops imports fusedcomm.nn"]
+    assert violations("comm", "import fusedcomm.kernels.flags") == ["comm imports fusedcomm.kernels.flags"]
+    assert violations("nn", "from fusedcomm.ops import all_gather_matmul") == []
+
+
+def run_python(code: str) -> None:
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "module", ["fusedcomm", "fusedcomm.ops", "fusedcomm.nn", "fusedcomm.kernels", "fusedcomm.parallel"]
+)
+def test_the_library_needs_only_torch_and_einops(module):
+    # Blocks what serves the trainer and the command line alone; triton too, which is optional at import.
+    run_python(
+        "import sys\n"
+        "for name in ('pydantic', 'yaml', 'rich', 'typer', 'safetensors', 'matplotlib', 'tokenizers', 'triton'):\n"
+        "    sys.modules[name] = None\n"
+        f"import {module}\n"
+    )
+
+
+def test_an_uninstalled_checkout_holds_the_kernels():
+    run_python("import pathlib, fusedcomm.kernels as k; assert pathlib.Path(k.__file__).parent.name == 'kernels'")
+
+
+def test_a_kernel_without_triton_says_so():
+    run_python(
+        "import sys; sys.modules['triton'] = None\n"
+        "try:\n"
+        "    import fusedcomm.kernels.gemm\n"
+        "except ImportError as error:\n"
+        "    assert 'Triton is not installed' in str(error), error\n"
+        "else:\n"
+        "    raise SystemExit('no error')\n"
+    )
