@@ -102,7 +102,8 @@ def main() -> None:
 def _prepare(path: Path, overrides: list[str], fit: bool) -> _Run:
     """Read and check everything; on a mistake print it and exit with code 2."""
     from fusedcomm.train.config import ConfigError, load_config
-    from fusedcomm.train.launch import find_place, start_fork_server
+    from fusedcomm.train.launch import start_fork_server
+    from fusedcomm.train.place import find_place
 
     try:
         place = find_place(os.environ)
@@ -183,8 +184,9 @@ def _save_resolved(run: _Run) -> None:
 
 def _run(run: _Run, task: Callable[..., int | None], *args: Any) -> int:
     """The task on every rank: here if a launcher started this process as one, else on new processes."""
-    from fusedcomm.train.launch import leave_distributed, run_ranks
+    from fusedcomm.train.launch import run_ranks
     from fusedcomm.train.layout import coordinates
+    from fusedcomm.train.place import leave_distributed
 
     parallel = run.config.parallel_config
     if run.place is None:
@@ -196,14 +198,14 @@ def _run(run: _Run, task: Callable[..., int | None], *args: Any) -> int:
 
 
 def _train_rank(config: Config, resume: str | None) -> None:
-    from fusedcomm.train.launch import init_distributed
     from fusedcomm.train.loop import train
+    from fusedcomm.train.place import init_distributed
 
     train(config, resume=resume, device=init_distributed(config.train.startup_timeout_s))
 
 
 def _verify_rank(config: Config, steps: int, json_path: Path | None) -> int:
-    from fusedcomm.train.launch import init_distributed
-    from fusedcomm.train.loop import verify
+    from fusedcomm.train.verify import verify
+    from fusedcomm.train.place import init_distributed
 
     return verify(config, steps=steps, json_path=json_path, device=init_distributed(config.train.startup_timeout_s))

@@ -1,0 +1,102 @@
+"""Feed-forward blocks with the inner features (split_dim 1) or the outer ones (split_dim 0) split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fusedcomm.comm.ring import chunk_sizes
+from fusedcomm.nn.layout import TensorParallel, check_divides
+from fusedcomm.nn.linear import ColumnParallelLinear, RowParallelLinear
+from fusedcomm.ops.reshard import all_to_all
+
+
+class MLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))` (swiglu) or `down(gelu(up(x)))` (gelu, tanh form).
+
+    Shapes per rank, W ranks: x [S/W, B, H] and the result alike (`sizes` rows each where uneven).
+
+    - `split_dim=1`, column-parallel then row-parallel: inside, a rank has [S, B, F/W]. H features per token
+      are gathered before and scattered after: the cheapest pairing. F must divide.
+    - `split_dim=0`, row-parallel then column-parallel: inside, a rank has [S/W, B, F]. The F inner features
+      per token (2 F for swiglu) are scattered and F gathered, and two all-to-alls turn the split of x from
+      rows to features and back. With F = 4 H that is about four times the bytes of `split_dim=1`; it is there
+      for weights whose F does not divide. H must.
+
+    Parameter names and values do not depend on `split_dim`. Raises ValueError where F or H does not divide.
+    Source of swiglu: Shazeer, "GLU variants improve Transformer", 2020.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn_hidden: int,
+        *,
+        tp: TensorParallel,
+        activation: Literal["swiglu", "gelu"] = "swiglu",
+        split_dim: Literal[0, 1] = 1,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_mlp("MLP", hidden, ffn_hidden, split_dim, tp.size)
+        self.tp = tp
+        self.activation = activation
+        self.split_dim = split_dim
+        pairing = (ColumnParallelLinear, RowParallelLinear)
+        first, second = pairing if split_dim == 1 else pairing[::-1]
+        if activation == "swiglu":
+            outputs = {"gate": ffn_hidden, "up": ffn_hidden}
+            self.gate_up = first(hidden, outputs, tp=tp, bias=bias, device=device, dtype=dtype)
+        else:
+            self.up = first(hidden, ffn_hidden, tp=tp, bias=bias, device=device, dtype=dtype)
+        self.down = second(ffn_hidden, hidden, tp=tp, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        if self.split_dim == 1:
+            return self.down(self._inner(x, sizes), sizes)
+        group, world = self.tp.group, self.tp.size
+        rows = sizes or [x.shape[0]] * world
+        features = chunk_sizes(x.shape[-1], world)
+        x = all_to_all(x, group=group, gather_dim=0, scatter_dim=2, gather_sizes=rows, scatter_sizes=features)
+        y = self.down(self._inner(x, rows), rows)
+        return all_to_all(y, group=group, gather_dim=2, scatter_dim=0, gather_sizes=features, scatter_sizes=rows)
+
+    def _inner(self, x: Tensor, sizes: Sequence[int] | None) -> Tensor:
+        if self.activation == "swiglu":
+            gate, up = self.gate_up(x, sizes)
+            return swiglu(gate, up)
+        return F.gelu(self.up(x, sizes), approximate="tanh")
+
+
+def check_mlp(where: str, hidden: int, ffn_hidden: int, split_dim: int, tp_size: int) -> None:
+    """The split features divide."""
+    if split_dim == 1:
+        remedy = "choose another ffn_hidden or tp, or split_dim=0"
+        check_divides(where, "ffn_hidden", ffn_hidden, tp_size, remedy)
+    else:
+        remedy = "split_dim=0 splits the hidden features: choose another tp"
+        check_divides(where, "hidden", hidden, tp_size, remedy)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`, which keeps gate and up for backward, and not `silu(gate)` as autograd would."""
+    return _SwiGLU.apply(gate, up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        gate, up = ctx.saved_tensors
+        d_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return d_gate, F.silu(gate).mul_(grad)

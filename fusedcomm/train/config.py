@@ -1,0 +1,347 @@
+"""The trainer's configuration: YAML in, frozen and typed sections out, every mistake in one line that names its key."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+if TYPE_CHECKING:
+    from fusedcomm.nn.config import TransformerConfig
+
+Count = Annotated[int, Field(ge=1)]
+# YAML has lists only, which strict tuples would refuse; their entries stay strict.
+_Counts = Annotated[tuple[Count, ...], Field(strict=False)]
+_Texts = Annotated[tuple[Annotated[str, Field(strict=True)], ...], Field(strict=False)]
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; `lines` holds one mistake each, as `key: what is wrong; the remedy`."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = list(lines)
+
+
+class _Section(BaseModel):
+    # Strict: "4" is no number and 1 is no truth value, so that a slip is reported and not guessed at.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class TensorParallelConfig(_Section):
+    """Ranks that share each layer's GEMMs.
+
+    `split_dim` is the MLPs' pairing: 1 is column-parallel first, then row-parallel (one gather, one scatter); 0 is
+    row-parallel first, which moves about ffn_hidden / hidden times the bytes. Attention is split by heads, as in 1.
+    """
+
+    size: Count = 1
+    split_dim: Literal[0, 1] = 1
+    method: Literal["auto", "serial", "chunked", "fused"] = "auto"
+    # Keep the shard and gather again in backward, or keep the gathered input (`size` times the memory).
+    save: Literal["shard", "gathered"] = "shard"
+
+
+class PipelineParallelConfig(_Section):
+    """Ranks that hold consecutive layers; a batch passes through them in micro-batches."""
+
+    depth: Count = 1
+    micro_batches: Count = 1
+    schedule: Schedule = "1f1b"
+    # null: the schedule's own number, 2 for interleaved and zbv, else 1.
+    stages_per_rank: Count | None = None
+    # null: balanced by the layers' estimated FLOPs.
+    stage_layers: _Counts | None = None
+
+
+class DataParallelConfig(_Section):
+    """Copies of the model, each with its own samples; gradients are summed in buckets while backward runs."""
+
+    size: Count = 1
+    bucket_mb: Annotated[float, Field(gt=0)] = 25.0
+
+
+class ParallelConfig(_Section):
+    """The mesh: pipeline_parallel.depth x data_parallel.size x tensor_parallel.size ranks, tensor innermost."""
+
+    tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    pipeline_parallel: PipelineParallelConfig = PipelineParallelConfig()
+    data_parallel: DataParallelConfig = DataParallelConfig()
+
+    @property
+    def world(self) -> int:
+        return self.tensor_parallel.size * self.pipeline_parallel.depth * self.data_parallel.size
+
+
+class ModelConfig(_Section):
+    """A decoder-only Transformer of the Llama or the GPT-2 family; what is null takes the family's usual value."""
+
+    kind: Literal["llama", "gpt2"] = "llama"
+    layers: Count
+    hidden: Count
+    heads: Count
+    kv_heads: Count | None = None
+    ffn_hidden: Count | None = None
+    vocab_size: Count = 256
+    tied_embeddings: bool | None = None
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    # Llama only: GPT-2's positions are learned.
+    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+
+
+class DataConfig(_Section):
+    """What is learned.
+
+    `path` names text files, folders, patterns such as `docs/**/*.md`, or `.npy` and `.bin` token files (`.bin` is a
+    bare array of `dtype`); null is the Python standard library's own sources. `tokenizer` is `bytes` or the path of a
+    tokenizer.json.
+    """
+
+    path: Annotated[_Texts | None, BeforeValidator(lambda path: [path] if isinstance(path, str) else path)] = None
+    seq_len: Count
+    tokenizer: str = "bytes"
+    dtype: Literal["uint8", "uint16", "uint32", "int32"] = "uint16"
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
+
+
+class LossScaleConfig(_Section):
+    """Dynamic loss scaling, for fp16 alone: halved at an overflow, doubled after `growth_interval` good steps."""
+
+    initial: Annotated[float, Field(gt=0)] = 65536.0
+    growth_interval: Count = 2000
+
+
+class TrainConfig(_Section):
+    """How it is learned: `global_batch` samples a step over all data-parallel ranks, cut into `accumulation` passes."""
+
+    steps: Count
+    global_batch: Count
+    accumulation: Count = 1
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    betas: Annotated[tuple[_Beta, _Beta], Field(strict=False)] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    # null: no clipping.
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    # null: at the end only.
+    eval_every: Count | None = None
+    # Passes of global_batch / accumulation samples; null: the whole validation part.
+    eval_batches: Count | None = None
+    # null: no checkpoints.
+    checkpoint_every: Count | None = None
+    log_every: Count = 1
+    output_dir: str = "runs/default"
+    # The longest wait for a peer: while everything starts, and afterwards.
+    startup_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    timeout_s: Annotated[float, Field(gt=0)] = 120.0
+
+
+class Config(_Section):
+    """All of it."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    parallel_config: ParallelConfig = ParallelConfig()
+
+    def transformer(self) -> TransformerConfig:
+        """The model's shape for `fusedcomm.nn.Transformer`; ValueError where it does not fit together."""
+        from dataclasses import replace
+
+        from fusedcomm.nn.config import TransformerConfig
+
+        model = self.model
+        family = TransformerConfig.llama if model.kind == "llama" else TransformerConfig.gpt2
+        usual = family(
+            vocab_size=model.vocab_size,
+            hidden=model.hidden,
+            layers=model.layers,
+            heads=model.heads,
+            seq_len=self.data.seq_len,
+        )
+        given = {name: getattr(model, name) for name in ("kv_heads", "ffn_hidden", "tied_embeddings")}
+        return replace(
+            usual,
+            **{name: value for name, value in given.items() if value is not None},
+            dropout=model.dropout,
+            norm_eps=model.norm_eps,
+            rope_theta=model.rope_theta,
+            split_dim=self.parallel_config.tensor_parallel.split_dim,
+            checkpointing=self.train.activation_checkpointing,
+        )
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in a YAML file, with `a.b.c=value` overrides (YAML values) on top.
+
+    A file without `train.output_dir` writes below `runs/`, in a folder named after the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key is unknown, missing or has a value that it cannot have.
+    """
+    path = Path(path)
+    try:
+        raw = _read_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"cannot be read: {error.strerror}"]) from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError([_in_one_line(error)]) from error
+    raw = {} if raw is None else raw
+    if not isinstance(raw, dict):
+        raise ConfigError([f"holds {_shown(raw)}; it must hold the keys {', '.join(Config.model_fields)}"])
+    for override in overrides:
+        _apply_override(raw, override)
+    if isinstance(train := raw.get("train"), dict):
+        train.setdefault("output_dir", f"runs/{path.stem}")
+    return parse_config(raw)
+
+
+def parse_config(raw: Mapping[str, Any]) -> Config:
+    """Nested dictionaries, as YAML gives them, into a `Config`; ConfigError names every key at fault."""
+    try:
+        return Config.model_validate(dict(raw))
+    except ValidationError as error:
+        lines = [_line(problem["loc"], problem) for problem in error.errors()]
+        raise ConfigError(list(dict.fromkeys(lines))) from error
+
+
+def dump_config(config: Config) -> str:
+    """The configuration as YAML that `load_config` reads back, with the model family's usual values filled in."""
+    raw = config.model_dump(mode="json")
+    shape = config.transformer()
+    for name in ("kv_heads", "ffn_hidden", "tied_embeddings"):
+        raw["model"][name] = getattr(shape, name)
+    # A value that is refused, or means nothing, elsewhere.
+    if config.model.kind != "llama":
+        del raw["model"]["rope_theta"]
+    if config.train.precision != "fp16":
+        del raw["train"]["loss_scale"]
+    return yaml.safe_dump(raw, sort_keys=False)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with 1e-3 as a number (YAML 1.1 wants 1.0e-3) and without a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key_node.value!r} is given twice", key_node.start_mark
+                )
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def _read_yaml(text: str) -> Any:
+    # _Loader is a SafeLoader.
+    return yaml.load(text, Loader=_Loader)
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError([f"--set {override}: write it as key=value, for example train.steps=100"])
+    try:
+        value = _read_yaml(text)
+    except yaml.YAMLError as error:
+        raise ConfigError([f"--set {override}: {_in_one_line(error)}"]) from error
+    *parents, last = key.split(".")
+    section = raw
+    for depth, parent in enumerate(parents):
+        below = section.get(parent)
+        below = {} if below is None else below
+        if not isinstance(below, dict):
+            above = ".".join(parents[: depth + 1])
+            raise ConfigError([f"--set {override}: {above} is {_shown(below)}, which has no keys below it"])
+        section[parent] = below
+        section = below
+    section[last] = value
+
+
+def _line(location: tuple[int | str, ...], problem: Any) -> str:
+    """One of pydantic's findings as `a.b.c: what is wrong`."""
+    key = ".".join(str(part) for part in location)
+    kind, value, limits = problem["type"], problem["input"], problem.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"{key}: unknown key; {_nearest_key(location)}"
+    if kind == "missing":
+        return f"{key}: missing; it has no default"
+    if kind == "literal_error":
+        choices = [str(choice) for choice in get_args(_annotation_at(location))]
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        guess = f"; did you mean {near[0]}?" if near else ""
+        return f"{key}: must be one of {', '.join(choices)}, not {_shown(value)}{guess}"
+    rules = {
+        "int_type": "must be a whole number",
+        "float_type": "must be a number",
+        "finite_number": "must be finite",
+        "bool_type": "must be true or false",
+        "string_type": "must be text",
+        "tuple_type": "must be a list",
+        "model_type": "must be a section with keys of its own",
+        "greater_than": f"must be greater than {limits.get('gt')}",
+        "greater_than_equal": f"must be at least {limits.get('ge')}",
+        "less_than": f"must be less than {limits.get('lt')}",
+        "too_long": f"must have at most {limits.get('max_length')} entries",
+        "too_short": f"must have at least {limits.get('min_length')} entries",
+    }
+    return f"{key}: {rules.get(kind, problem['msg'])}, not {_shown(value)}"
+
+
+def _sections(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """Every section below `section`, as its dotted name and its class."""
+    yield prefix, section
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _sections(field.annotation, f"{prefix}{name}.")
+
+
+def _annotation_at(location: tuple[int | str, ...]) -> Any:
+    *parents, name = location
+    section = dict(_sections())["".join(f"{parent}." for parent in parents)]
+    return section.model_fields[str(name)].annotation
+
+
+def _nearest_key(location: tuple[int | str, ...]) -> str:
+    """What the user may have meant: a key of the same section that looks alike, else one of another section."""
+    *parents, name = location
+    sections = dict(_sections())
+    here = sections["".join(f"{parent}." for parent in parents)].model_fields
+    if near := difflib.get_close_matches(str(name), here, n=1):
+        return f"did you mean {near[0]}?"
+    everywhere = {field: f"{prefix}{field}" for prefix, section in sections.items() for field in section.model_fields}
+    if near := difflib.get_close_matches(str(name), everywhere, n=1, cutoff=0.75):
+        return f"did you mean {everywhere[near[0]]}?"
+    return f"known here: {', '.join(here)}"
+
+
+def _shown(value: Any) -> str:
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _in_one_line(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', error)}"

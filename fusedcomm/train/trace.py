@@ -1,0 +1,78 @@
+"""A step's timeline over all ranks: for Perfetto (or chrome://tracing), and as a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fusedcomm.comm.mesh import Mesh
+from fusedcomm.comm.record import Event, Recording
+
+_COLOURS = {"compute": "#4c9f70", "transfer": "#3f72af", "wait": "#d9534f"}
+
+
+def gather_events(record: Recording) -> list[list[Event]] | None:
+    """Every rank's events, on rank 0. Ranks of one machine share a clock; every rank calls it."""
+    gathered: list[list[Event]] | None = None
+    if dist.get_rank() == 0:
+        gathered = [[] for _ in range(dist.get_world_size())]
+    dist.gather_object(record.events, gathered)
+    return gathered
+
+
+def write_trace(path: Path, events: Sequence[Sequence[Event]], mesh: Mesh) -> None:
+    """The events as Chrome trace JSON: a process per rank, named by its place on the mesh, a track per thread."""
+    origin_s = _origin(events)
+    rows: list[dict[str, object]] = []
+    for rank, own in enumerate(events):
+        rows.append(
+            {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank} ({place(rank, mesh)})"}}
+        )
+        rows += [
+            {
+                "ph": "X",
+                "pid": rank,
+                "tid": event.thread,
+                "cat": event.kind,
+                "name": f"{event.kind}: {event.name}",
+                "ts": (event.start_s - origin_s) * 1e6,
+                "dur": (event.end_s - event.start_s) * 1e6,
+                "args": {"bytes": event.num_bytes},
+            }
+            for event in own
+        ]
+    path.write_text(json.dumps({"traceEvents": rows}) + "\n")
+
+
+def plot_timeline(path: Path, events: Sequence[Sequence[Event]], mesh: Mesh, *, title: str) -> None:
+    """Two lanes a rank, the computing thread's (computing and waiting) above what travels from it."""
+    from matplotlib import pyplot
+
+    origin_s = _origin(events)
+    figure, axes = pyplot.subplots(figsize=(11, 0.9 + 0.55 * len(events)), layout="constrained")
+    for rank, own in enumerate(events):
+        for event in own:
+            lane = rank + (0.2 if event.kind == "transfer" else -0.2)
+            span_ms = ((event.start_s - origin_s) * 1e3, (event.end_s - event.start_s) * 1e3)
+            axes.broken_barh([span_ms], (lane - 0.18, 0.36), facecolors=_COLOURS[event.kind], linewidth=0)
+    axes.set_yticks(range(len(events)), [f"rank {rank}\n{place(rank, mesh)}" for rank in range(len(events))])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    axes.set_title(title)
+    names = {"compute": "computes", "wait": "stands still for a transfer", "transfer": "travels"}
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=_COLOURS[kind]) for kind in names]
+    axes.legend(handles, names.values(), loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, frameon=False)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def place(rank: int, mesh: Mesh) -> str:
+    """`pp0 dp1 tp0`, tp innermost."""
+    return f"pp{rank // (mesh.dp * mesh.tp)} dp{rank // mesh.tp % mesh.dp} tp{rank % mesh.tp}"
+
+
+def _origin(events: Sequence[Sequence[Event]]) -> float:
+    return min((event.start_s for own in events for event in own), default=0.0)

@@ -1,0 +1,194 @@
+"""One rank's part of the training: its pipeline stages, gradient buckets and optimizer, and what a step does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fusedcomm.comm.mesh import Mesh
+from fusedcomm.comm.ring import chunk_sizes
+from fusedcomm.nn import TensorParallel, Transformer, layer_flops, vocab_parallel_cross_entropy, vocab_parallel_hits
+from fusedcomm.ops.wgrad import DeferWgrad
+from fusedcomm.parallel import (
+    GradientBuckets,
+    LossScale,
+    Optimizer,
+    Pipeline,
+    StepResult,
+    TiedWeights,
+    cosine_lr,
+    tied_group,
+)
+from fusedcomm.train.config import Config
+from fusedcomm.train.data import IGNORE_INDEX, Batch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Over the tokens of the validation batches: mean loss in nats and the share of tokens predicted right."""
+
+    loss: float
+    accuracy: float
+    num_tokens: int
+
+
+class Trainer:
+    """What this rank holds, and the three things that all ranks do together: `gradients`, `update` and `evaluate`.
+
+    The loss is the sum over all tokens of the global batch divided by their number, so gradients are sums and nothing
+    is averaged twice, whatever the layout, the micro-batches and the accumulation.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        self.shape = config.transformer()
+        self.dtype = DTYPES[config.train.precision]
+        parallel, train = config.parallel_config, config.train
+        rows = train.global_batch // (parallel.data_parallel.size * train.accumulation)
+        micro_rows = rows // parallel.pipeline_parallel.micro_batches
+        seq_len = config.data.seq_len
+        own_positions = chunk_sizes(seq_len, mesh.tp)[mesh.tp_rank]
+        flops = layer_flops(self.shape)
+        self.pipeline = Pipeline(
+            self._build_stage,
+            layer_costs=[flops.layer] * self.shape.layers,
+            first_cost=flops.embedding,
+            last_cost=flops.head,
+            split=parallel.pipeline_parallel.stage_layers,
+            group=mesh.pp_group,
+            micro_batches=parallel.pipeline_parallel.micro_batches,
+            input_like=torch.empty(micro_rows, seq_len, dtype=torch.int64, device="meta"),
+            hidden_like=torch.empty(own_positions, micro_rows, self.shape.hidden, dtype=self.dtype, device="meta"),
+            device=mesh.device,
+            schedule=parallel.pipeline_parallel.schedule,
+            stages_per_rank=parallel.pipeline_parallel.stages_per_rank,
+        )
+        self.params = dict(self.pipeline.named_parameters())
+        self._tied = self._tie()
+        self.buckets = GradientBuckets(
+            self.params.items(),
+            dp_group=mesh.dp_group,
+            tp_group=mesh.tp_group,
+            bucket_mb=parallel.data_parallel.bucket_mb,
+        )
+        self.pipeline.accumulate_into(self.buckets.accumulate)
+        self.optimizer = Optimizer(
+            self.params.items(),
+            mesh=mesh,
+            betas=train.betas,
+            eps=train.eps,
+            weight_decay=train.weight_decay,
+            clip_norm=train.clip_norm,
+            loss_scale=loss_scale_of(config),
+            counted_elsewhere=["output.weight"] if self.has_second_copy else [],
+        )
+
+    @property
+    def has_second_copy(self) -> bool:
+        """Whether a pipeline stage here holds its own copy of the tied embedding as its output weight."""
+        return self.shape.tied_embeddings and self.mesh.pp > 1 and self.pipeline.holds_last_stage
+
+    def gradients(self, step: int, batches: Sequence[Batch]) -> float:
+        """Forward and backward of `batches`, one after the other; the global batch's mean loss, on every rank.
+
+        Afterwards every parameter's `main_grad` is the gradient of that loss (times the fp16 loss scale).
+        """
+        num_tokens = self._global_sum(
+            sum((batch.labels != IGNORE_INDEX).sum().item() for batch in batches), over_dp=True
+        )
+        scale = 1.0 if self.optimizer.loss_scale is None else self.optimizer.loss_scale.value
+        factor = scale / max(1, num_tokens)
+        total = 0.0
+        self.buckets.zero()
+        for batch in (batch.to(self.mesh.device) for batch in batches):
+            loss = self.pipeline.train_step(
+                batch.tokens,
+                batch.labels,
+                loss_fn=lambda logits, labels: self._token_losses(logits, labels).sum() * factor,
+                sample_ids=batch.sample_ids,
+                step=torch.full_like(batch.sample_ids, step),
+            )
+            total += loss.item() / scale
+        self.buckets.finish(set_grad=False)
+        if self._tied is not None:
+            self._tied.sum_gradients()
+        # Every tensor-parallel rank of the last stage has the same loss; other stages have 0.
+        return self._global_sum(total if self.mesh.tp_rank == 0 else 0.0)
+
+    def update(self, step: int) -> StepResult:
+        """Clip, step AdamW at this step's rate, and round the masters into the parameters."""
+        return self.optimizer.step(step, lr=self.lr(step))
+
+    def lr(self, step: int) -> float:
+        train = self.config.train
+        return cosine_lr(
+            step, peak=train.lr, warmup_steps=train.warmup_steps, total_steps=train.steps, minimum=train.min_lr
+        )
+
+    def evaluate(self, batches: Sequence[Batch]) -> Evaluation:
+        """Mean loss and accuracy over `batches` of all data-parallel ranks, on every rank; weights stay as they are."""
+        sums = torch.zeros(3, dtype=torch.float64)
+        for batch in (batch.to(self.mesh.device) for batch in batches):
+            result = self.pipeline.eval_step(batch.tokens, batch.labels, loss_fn=self._evaluation_sums)
+            if result is not None and self.mesh.tp_rank == 0:
+                sums += result.cpu()
+        loss, hits, num_tokens = (self._global_sum(value) for value in sums.tolist())
+        return Evaluation(loss / max(1.0, num_tokens), hits / max(1.0, num_tokens), int(num_tokens))
+
+    def _build_stage(self, layers: range, *, first: bool, last: bool, defer_wgrad: DeferWgrad | None) -> nn.Module:
+        tensor_parallel = self.config.parallel_config.tensor_parallel
+        return Transformer(
+            self.shape,
+            tp=TensorParallel(
+                self.mesh.tp_group,
+                method=tensor_parallel.method,
+                save=tensor_parallel.save,
+                defer_wgrad=defer_wgrad,
+            ),
+            layers=layers,
+            first=first,
+            last=last,
+            seed=self.config.seed,
+            device=self.mesh.device,
+            dtype=self.dtype,
+        )
+
+    def _tie(self) -> TiedWeights | None:
+        if not self.shape.tied_embeddings or self.mesh.pp == 1:
+            return None
+        # Both copies are drawn from one seed and name, so they start equal.
+        last_rank = self.pipeline.rank_of_stage[-1]
+        return TiedWeights(
+            first=self.params["embedding.weight"] if self.pipeline.holds_first_stage else None,
+            last=self.params["output.weight"] if self.pipeline.holds_last_stage else None,
+            group=tied_group(self.mesh, last_stage_rank=last_rank, timeout_s=self.config.train.timeout_s),
+        )
+
+    def _token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(logits, labels.t(), group=self.mesh.tp_group, ignore_index=IGNORE_INDEX)
+
+    def _evaluation_sums(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Loss, hits and tokens of one micro-batch."""
+        valid = labels.t() != IGNORE_INDEX
+        hits = vocab_parallel_hits(logits, labels.t(), group=self.mesh.tp_group) & valid
+        return torch.stack(
+            [self._token_losses(logits, labels).double().sum(), hits.sum().double(), valid.sum().double()]
+        )
+
+    def _global_sum(self, value: float, *, over_dp: bool = False) -> float:
+        """The sum of one number over all ranks, or over the data-parallel ones."""
+        total = torch.tensor(value, dtype=torch.float64, device=self.mesh.device)
+        dist.all_reduce(total, group=self.mesh.dp_group if over_dp else None)
+        return total.item()
+
+
+def loss_scale_of(config: Config) -> LossScale | None:
+    """A new loss scale as configured; None where the precision needs none."""
+    scale = config.train.loss_scale
+    return LossScale(scale.initial, scale.growth_interval) if config.train.precision == "fp16" else None
