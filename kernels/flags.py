@@ -151,7 +151,7 @@ def wait_for_rows(
     arrived = tl.full((), True, tl.int1)
     for chunk in range(first, end):
         has_rows = tl.load(chunk_starts_ptr + chunk) < tl.load(chunk_starts_ptr + chunk + 1)
-        if arrived:
+        if arrived & has_rows:
             arrived = wait(flags_ptr + chunk, epoch, max_polls)
             if not arrived:
                 record_timeout(status_ptr, OP, chunk // (num_chunks // world), chunk, epoch)

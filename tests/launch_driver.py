@@ -1,4 +1,4 @@
-"""Run as a program: ranks that print their pids and then do what the first argument says, for tests that kill some."""
+"""Tasks for ranks; and, run as a program, a launcher whose ranks print their pids and work until somebody ends them."""
 
 from __future__ import annotations
 
@@ -14,48 +14,52 @@ from fusedcomm.train.launch import run_ranks
 from fusedcomm.train.place import find_place, init_distributed, leave_distributed
 
 
-def report_sum(_what: str) -> int:
+def report_sum() -> int:
     """A sum over all ranks that is right, and this rank's number as its exit code."""
     init_distributed(60.0)
-    total = torch.ones(1) * dist.get_rank()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    total = torch.ones(1) * rank
     dist.all_reduce(total)
-    assert total.item() == sum(range(dist.get_world_size()))
-    print(f"rank {dist.get_rank()} of {dist.get_world_size()} sees {total.item():.0f}", flush=True)
-    return dist.get_rank()
-
-
-def work_until_ended(what: str) -> None:
-    """Collectives for ever; with `stubborn`, deaf to requests to end."""
-    init_distributed(60.0)
-    if what == "stubborn":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    dist.barrier()
     # One write, so that lines of several ranks never mix.
-    os.write(1, f"pid {dist.get_rank()} {os.getpid()} {os.environ['MASTER_PORT']}\n".encode())
-    while True:
-        dist.all_reduce(torch.ones(1000))
-        time.sleep(0.01)
+    os.write(1, f"rank {rank} of {world} sees {total.item():.0f}\n".encode())
+    return rank
 
 
-def raise_on_rank_1(_what: str) -> None:
+def raise_on_rank_1() -> None:
     init_distributed(60.0)
     if dist.get_rank() == 1:
         raise ValueError("data: file x holds\nnothing")
     dist.barrier()
 
 
+def return_early_or_hang() -> None:
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("rank 1 has had enough")
+    time.sleep(600)
+
+
+def work_until_ended() -> None:
+    """Collectives for ever, on rank 0 without an ear for SIGTERM."""
+    init_distributed(60.0)
+    if dist.get_rank() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    dist.barrier()
+    os.write(1, f"pid {dist.get_rank()} {os.getpid()} {os.environ['MASTER_PORT']}\n".encode())
+    while True:
+        dist.all_reduce(torch.ones(1000))
+        time.sleep(0.01)
+
+
 def main() -> int:
-    what, world = sys.argv[1], int(sys.argv[2])
-    if what == "placed":
-        place = find_place(os.environ)
-        assert place is not None
-        assert place.world == world
-        os.environ.update(place.environment())
-        report_sum(what)
-        leave_distributed()
-        return 0
-    task = {"sum": report_sum, "raise": raise_on_rank_1}.get(what, work_until_ended)
-    return run_ranks(task, (what,), world=world, describe_rank=lambda rank: f"place {rank}", grace_s=3.0)
+    world = int(sys.argv[1])
+    place = find_place(os.environ)
+    if place is None:
+        return run_ranks(work_until_ended, (), world=world, describe_rank=lambda rank: f"place {rank}", grace_s=3.0)
+    assert place.world == world
+    os.environ.update(place.environment())
+    report_sum()
+    leave_distributed()
+    return 0
 
 
 if __name__ == "__main__":

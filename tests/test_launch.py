@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from launch_driver import raise_on_rank_1, report_sum, return_early_or_hang
 
+from fusedcomm.train.launch import run_ranks
 from fusedcomm.train.place import _gpu_of, find_place
 
 _DRIVER = Path(__file__).with_name("launch_driver.py")
@@ -38,10 +40,8 @@ def _driver(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
     finally:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.communicate()
 
 
@@ -71,15 +71,27 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def test_ranks_find_each_other_and_return_the_largest_code():
-    with _driver("sum", "3") as process:
-        output, errors = process.communicate(timeout=60)
-    assert process.returncode == 2, errors
-    assert sorted(output.splitlines()) == [f"rank {rank} of 3 sees 3" for rank in range(3)]
+def test_ranks_find_each_other_and_return_the_largest_code(capfd):
+    assert run_ranks(report_sum, (), world=3, describe_rank=str) == 2
+    assert sorted(capfd.readouterr().out.splitlines()) == [f"rank {rank} of 3 sees 3" for rank in range(3)]
 
 
-def test_ctrl_c_ends_every_rank():
-    with _driver("work", "2") as process:
+def test_raising_rank_is_named_first_with_its_traceback(capfd):
+    assert run_ranks(raise_on_rank_1, (), world=3, describe_rank=lambda rank: f"place {rank}") == 1
+    errors = capfd.readouterr().err
+    lines = [line for line in errors.splitlines() if line.startswith("fusedcomm: rank")]
+    assert lines[0] == "fusedcomm: rank 1 (place 1) raised ValueError: data: file x holds nothing"
+    assert errors.count("Traceback") == 1
+    assert "in raise_on_rank_1" in errors
+
+
+def test_hanging_ranks_are_ended_after_a_failure(capfd):
+    assert run_ranks(return_early_or_hang, (), world=2, describe_rank=str, grace_s=0.5) == 1
+    assert "fusedcomm: ended the others: 0\n" in capfd.readouterr().err
+
+
+def test_ctrl_c_ends_every_rank_even_a_deaf_one():
+    with _driver("2") as process:
         pids, port = _read_ranks(process, 2)
         # A terminal sends it to every process of the group.
         os.killpg(process.pid, signal.SIGINT)
@@ -90,7 +102,7 @@ def test_ctrl_c_ends_every_rank():
 
 
 def test_ctrl_c_while_starting_ends_every_rank():
-    with _driver("work", "2") as process:
+    with _driver("2") as process:
         time.sleep(0.5)
         os.killpg(process.pid, signal.SIGINT)
         process.communicate(timeout=30)
@@ -99,17 +111,8 @@ def test_ctrl_c_while_starting_ends_every_rank():
             os.killpg(process.pid, 0)
 
 
-def test_sigterm_ends_ranks_that_are_deaf_to_it():
-    with _driver("stubborn", "2") as process:
-        pids, port = _read_ranks(process, 2)
-        process.terminate()
-        process.communicate(timeout=20)
-        assert process.returncode == 128 + signal.SIGTERM
-        _wait_until_gone(pids, port)
-
-
 def test_killed_rank_is_named_and_ends_the_others():
-    with _driver("work", "3") as process:
+    with _driver("3") as process:
         pids, port = _read_ranks(process, 3)
         os.kill(pids[1], signal.SIGKILL)
         _, errors = process.communicate(timeout=20)
@@ -120,25 +123,15 @@ def test_killed_rank_is_named_and_ends_the_others():
         _wait_until_gone(pids, port)
 
 
-def test_raising_rank_is_named_first_with_its_traceback():
-    with _driver("raise", "3") as process:
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    lines = [line for line in errors.splitlines() if line.startswith("fusedcomm: rank")]
-    assert lines[0] == "fusedcomm: rank 1 (place 1) raised ValueError: data: file x holds nothing"
-    assert errors.count("Traceback") == 1
-    assert "in raise_on_rank_1" in errors
-
-
 def test_ranks_end_with_a_killed_launcher():
-    with _driver("work", "2") as process:
+    with _driver("2") as process:
         pids, port = _read_ranks(process, 2)
         process.kill()
         _wait_until_gone(pids, port)
 
 
 def test_torchrun_ranks_find_their_place():
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(_DRIVER), "placed", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(_DRIVER), "2"]
     result = subprocess.run(command, capture_output=True, text=True, env=_environment(), timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == ["rank 0 of 2 sees 1", "rank 1 of 2 sees 1"]
@@ -191,7 +184,9 @@ def test_find_place_understands_launchers(environ, expected):
     assert find_place(place.environment()).rank == place.rank
 
 
-@pytest.mark.parametrize("environ", [{}, {"SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}, {**_SRUN, "SLURM_STEP_NUM_TASKS": "1"}])
+@pytest.mark.parametrize(
+    "environ", [{}, {"SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}, {**_SRUN, "SLURM_STEP_NUM_TASKS": "1"}]
+)
 def test_find_place_is_none_without_a_launcher(environ):
     assert find_place(environ) is None
 

@@ -94,6 +94,20 @@ def test_layouts_survive_new_parameters():
             assert bias_grad.tolist() == [3.0] * 4
 
 
+def freeze_and_thaw(rank, world):
+    norm = RMSNorm(2, tp=tensor_parallel(), eps=0.0).requires_grad_(False)
+    norm.load_state_dict({"weight": torch.ones(2)}, assign=True)
+    norm.requires_grad_(False).to_empty(device="meta").to_empty(device="cpu")
+    frozen = norm.weight.requires_grad
+    norm.reset_parameters()
+    norm.requires_grad_()(torch.ones(rank + 1, 2)).sum().backward()
+    return frozen, norm.weight.grad.tolist()
+
+
+def test_partial_gradient_of_a_frozen_parameter_is_summed_once_it_is_trained():
+    assert run_ranks(2, freeze_and_thaw) == [(False, [3.0, 3.0])] * 2
+
+
 def copy_module(rank, world):
     try:
         copy.deepcopy(RMSNorm(4, tp=tensor_parallel()))

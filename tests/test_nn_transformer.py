@@ -381,20 +381,3 @@ def raise_by_name(rank, world, name):
 )
 def test_transformer_rejects_what_does_not_fit(name, messages):
     assert run_ranks(2, raise_by_name, name) == messages
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden": 50}, "hidden=50 over heads=12 leaves 2"),
-        ({"kv_heads": 5}, "heads=12 over kv_heads=5 leaves 2"),
-        ({"heads": 16, "kv_heads": 16}, "head_dim=3; rope turns pairs of features"),
-        ({"dropout": 1.0}, "dropout=1.0; the share of zeroed elements must be in"),
-        ({"norm": "batchnorm"}, "norm='batchnorm'; choose one of"),
-        ({"layers": 0}, "layers=0; it must be at least 1"),
-        ({"checkpointing": "some"}, "checkpointing='some'; choose one of"),
-    ],
-)
-def test_config_rejects_what_does_not_fit(changes, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(LLAMA, **changes)

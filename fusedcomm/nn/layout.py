@@ -87,7 +87,10 @@ def set_layout(param: nn.Parameter, layout: ParamLayout, group: ProcessGroup) ->
         placement.sum_hook.remove()
     hook = None
     if layout.partial_grad and group.size() > 1:
-        hook = param.register_hook(lambda grad: _sum_over(grad, group))
+        # A frozen parameter takes no hook, but must have it when it is trained again.
+        trained = param.requires_grad
+        hook = param.requires_grad_().register_hook(lambda grad: _sum_over(grad, group))
+        param.requires_grad_(trained)
     setattr(param, _ATTRIBUTE, _Placement(layout, hook))
 
 

@@ -220,10 +220,10 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _validation_start(corpus: Corpus, fraction: float) -> int:
-    """Where the validation part, the last tokens, begins: between two documents if one ends near enough."""
+    """Where the validation part, the last tokens, begins: between two documents if that makes it 10 % off at most."""
     total = len(corpus)
     if fraction == 0:
         return total
     wanted = total - round(fraction * total)
     nearest = int(corpus.ends[np.abs(corpus.ends - wanted).argmin()])
-    return nearest if fraction / 2 <= (total - nearest) / total <= 2 * fraction else wanted
+    return nearest if abs(nearest - wanted) <= 0.1 * (total - wanted) else wanted

@@ -62,7 +62,7 @@ class _Rank:
         if self.reports.poll():
             self._read_report()
         if self.result is None and not self.failure:
-            self.failed_at_s = time.time()
+            # It stays at the front of the failures: peers that lost it report later, but are noticed at once.
             self.failure = _cause_of_death(self.process.exitcode)
 
     @property
@@ -113,9 +113,8 @@ def run_ranks(
         name = signal.Signals(caught.numbers[0]).name
         print(f"fusedcomm: {name}: all {len(ranks)} ranks ended", file=sys.stderr)
         return 128 + caught.numbers[0]
-    failed = sorted((rank for rank in ranks if rank.failed), key=lambda rank: rank.failed_at_s)
-    if failed:
-        _print_failures(failed, describe_rank)
+    if any(rank.failed for rank in ranks):
+        _print_failures(ranks, describe_rank)
         return 1
     return max(rank.result or 0 for rank in ranks)
 
@@ -161,12 +160,14 @@ def _end(ranks: Sequence[_Rank]) -> None:
         process.join()
 
 
-def _print_failures(failed: Sequence[_Rank], describe_rank: Callable[[int], str]) -> None:
-    first = failed[0]
-    if first.trace:
-        print(first.trace, file=sys.stderr)
+def _print_failures(ranks: Sequence[_Rank], describe_rank: Callable[[int], str]) -> None:
+    failed = sorted((rank for rank in ranks if rank.failed), key=lambda rank: rank.failed_at_s)
+    if failed[0].trace:
+        print(failed[0].trace, file=sys.stderr)
     for rank in failed:
         print(f"fusedcomm: rank {rank.number} ({describe_rank(rank.number)}) {rank.failure}", file=sys.stderr)
+    if ended := [rank.number for rank in ranks if rank.result is None and not rank.failed]:
+        print(f"fusedcomm: ended the others: {', '.join(map(str, ended))}", file=sys.stderr)
 
 
 @dataclass

@@ -6,12 +6,39 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from fusedcomm.comm.mesh import Mesh
-from fusedcomm.comm.record import Event, Recording
+from fusedcomm.comm.record import Event, Recording, recording
+from fusedcomm.train.config import Config
+from fusedcomm.train.data import open_data
+from fusedcomm.train.layout import describe_layout
+from fusedcomm.train.loop import mesh_of
+from fusedcomm.train.trainer import Trainer
 
 _COLOURS = {"compute": "#4c9f70", "transfer": "#3f72af", "wait": "#d9534f"}
+
+
+def trace(config: Config, *, steps: int, json_path: Path | None, plot_path: Path | None, device: torch.device) -> None:
+    """Train `steps` steps and draw the last one; every rank calls it, rank 0 writes the files."""
+    mesh = mesh_of(config, device)
+    data = open_data(config)
+    trainer = Trainer(config, mesh)
+    with recording() as record:
+        for step in range(steps):
+            pieces = data.train.batch(step * config.train.global_batch, mesh.dp_rank).pieces(config.train.accumulation)
+            dist.barrier()
+            record.clear()
+            trainer.gradients(step, pieces)
+            trainer.update(step)
+        events = gather_events(record)
+    if events is None:
+        return
+    if json_path is not None:
+        write_trace(json_path, events, mesh)
+    if plot_path is not None:
+        plot_timeline(plot_path, events, mesh, title=f"step {steps}: {describe_layout(config)}")
 
 
 def gather_events(record: Recording) -> list[list[Event]] | None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -243,7 +243,9 @@ def _gather_whole(trainer: Trainer, local: dict[str, Tensor]) -> dict[str, Tenso
 
 def _report(rows: list[Row], losses: list[StepLosses]) -> None:
     console = Console()
-    curves = Table("step", "mesh", "one process, same weights", "fp64", "one process, alone", "", title="Losses")
+    curves = Table(
+        "step", "mesh", "one process,\nsame weights", "fp64", "one process,\nalone", "", title="Losses", box=None
+    )
     for loss in losses:
         numbers = (loss.mesh, loss.single, loss.exact, loss.alone)
         curves.add_row(str(loss.step), *(f"{value:.6f}" for value in numbers), "skipped" if loss.skipped else "")
@@ -252,9 +254,8 @@ def _report(rows: list[Row], losses: list[StepLosses]) -> None:
     for row in rows:
         if row.name not in worst or row.mesh_error / row.limit > worst[row.name].mesh_error / worst[row.name].limit:
             worst[row.name] = row
-    table = Table(
-        "", "step", "mesh", "one process", "limit", "", title="Relative errors against fp64, each at its worst step"
-    )
+    title = "Relative errors against fp64, each at its worst step"
+    table = Table(Column("", no_wrap=True), "step", "mesh", "one process", "limit", "", title=title, box=None)
     for row in worst.values():
         numbers = (row.mesh_error, row.single_error, row.limit)
         table.add_row(

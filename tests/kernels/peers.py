@@ -20,8 +20,8 @@ from fusedcomm.kernels.flags import Chunks, publish, wait
 CONFIG = GemmConfig(tile_m=32, tile_n=32, tile_k=32, group_m=2)
 # Three calls on the same buffers, whose numbers cross 2^31 and so change their sign.
 WRAPPING_EPOCHS = (2**31 - 1, -(2**31), -(2**31) + 1)
-# A poll takes some 20 us in the interpreter.
-MANY_POLLS = 1_000_000
+# Many seconds: a poll takes tens of microseconds in the interpreter.
+MANY_POLLS = 200_000
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["fusedcomm.kernels.flags"])

@@ -96,9 +96,11 @@ def test_gemm_reaches_beyond_2_to_31_elements(tmp_path, shape, strides):
     x = memory.as_strided(shape, strides)
     x.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(4)))
     w = torch.randn(20, shape[1], generator=torch.Generator().manual_seed(5)).half()
-    y = poisoned(shape[0], 20, dtype=torch.float16)
-    gemm(x, w, y, config=CONFIG, num_programs=1)
-    assert_as_accurate(y, linear(x.double(), w.double()), linear(x, w))
+    # Rows of one operand, then of the other.
+    for left, right in [(x, w), (w, x)]:
+        y = poisoned(len(left), len(right), dtype=torch.float16)
+        gemm(left, right, y, config=CONFIG, num_programs=1)
+        assert_as_accurate(y, linear(left.double(), right.double()), linear(left, right))
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 3), (5, 0, 3)])

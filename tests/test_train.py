@@ -1,0 +1,135 @@
+"""A whole run: it learns, it goes on where it stopped, and its checkpoints load under another layout."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import run_ranks
+from test_verify import tiny
+
+from fusedcomm.train.checkpoint import latest_checkpoint
+from fusedcomm.train.config import parse_config
+from fusedcomm.train.loop import train
+from fusedcomm.train.trace import trace
+
+STEPS = 6
+
+
+def run_train(rank, world, raw, resume, steps):
+    config = parse_config(raw)
+    if steps is not None:
+        # As if it were ended: the learning rate still follows the configured number of steps.
+        from fusedcomm.train import loop
+
+        loop.range = lambda first, last: range(first, min(last, steps))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            train(config, resume=resume, device=torch.device("cpu"))
+    finally:
+        if steps is not None:
+            del loop.range
+
+
+def run(raw: dict, *, resume: str | None = None, steps: int | None = None) -> None:
+    world = parse_config(raw).parallel_config.world
+    run_ranks(world, run_train, raw, resume, steps, timeout_s=120)
+
+
+def records(folder: Path, kind: str) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in records(folder, "train")]
+
+
+def config(folder: Path, pp: int, dp: int, tp: int, **overrides) -> dict:
+    raw = tiny(pp, dp, tp, **overrides)
+    raw["train"] |= {"steps": STEPS, "output_dir": str(folder), "checkpoint_every": 3, "eval_batches": 1}
+    raw["model"]["dropout"] = 0.1
+    return raw
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, precision):
+    whole = config(tmp_path / "whole", 2, 1, 2, train__precision=precision)
+    broken = config(tmp_path / "broken", 2, 1, 2, train__precision=precision)
+    run(whole)
+    # Ended after step 4, one step past its checkpoint.
+    run(broken, steps=4)
+    assert latest_checkpoint(tmp_path / "broken").name == "step-00000003"
+    run(broken, resume="auto")
+    assert len(losses(tmp_path / "whole")) == STEPS
+    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
+    assert records(tmp_path / "broken", "validation")[-1] == records(tmp_path / "whole", "validation")[-1]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_loads_under_another_layout(tmp_path, tied):
+    overrides = {"model__tied_embeddings": tied}
+    run(config(tmp_path / "first", 2, 1, 2, **overrides))
+    expected = losses(tmp_path / "first")
+    checkpoint = str(tmp_path / "first" / "step-00000003")
+    for layout in [(1, 1, 1), (1, 2, 2), (2, 2, 1)]:
+        folder = tmp_path / "x".join(map(str, layout))
+        run(config(folder, *layout, **overrides), resume=checkpoint)
+        # Wrong or missing moments would show in the steps after the first.
+        assert losses(folder) == pytest.approx(expected[3:], rel=1e-4)
+
+
+def test_tied_copies_on_one_rank_load_too(tmp_path):
+    overrides = {"model__tied_embeddings": True, "pipeline_parallel__schedule": "zbv"}
+    run(config(tmp_path / "first", 2, 1, 1, **overrides))
+    run(config(tmp_path / "again", 2, 1, 1, **overrides), resume=str(tmp_path / "first" / "step-00000003"))
+    assert losses(tmp_path / "again") == losses(tmp_path / "first")[3:]
+
+
+def run_refused(rank, world, raw, resume, message):
+    with contextlib.redirect_stdout(io.StringIO()), pytest.raises(ValueError, match=message):
+        train(parse_config(raw), resume=resume, device=torch.device("cpu"))
+
+
+def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path):
+    run(config(tmp_path / "run", 1, 1, 1))
+    checkpoint = str(tmp_path / "run" / "step-00000003")
+    (tmp_path / "half").mkdir()
+    refused = [
+        (config(tmp_path / "other", 1, 1, 1, model__ffn_hidden=64), checkpoint, "does not fit this model: .*48.*64"),
+        (config(tmp_path / "other", 1, 1, 1, data__seq_len=16), checkpoint, "was .* when the checkpoint was written"),
+        (config(tmp_path / "other", 1, 1, 1), str(tmp_path / "half"), "no progress.json"),
+    ]
+    for raw, resume, message in refused:
+        run_ranks(1, run_refused, raw, resume, message)
+
+
+def test_an_interrupted_save_is_not_resumed_from(tmp_path):
+    (tmp_path / "step-00000009.partial").mkdir()
+    (tmp_path / "step-00000003").mkdir()
+    (tmp_path / "step-00000012.old").mkdir()
+    assert latest_checkpoint(tmp_path).name == "step-00000003"
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+
+
+def run_trace(rank, world, raw, folder):
+    folder = Path(folder)
+    trace(
+        parse_config(raw),
+        steps=2,
+        json_path=folder / "trace.json",
+        plot_path=folder / "timeline.png",
+        device=torch.device("cpu"),
+    )
+
+
+def test_a_step_can_be_drawn(tmp_path):
+    run_ranks(4, run_trace, config(tmp_path, 2, 1, 2), str(tmp_path), timeout_s=120)
+    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {row["pid"] for row in rows} == {0, 1, 2, 3}
+    assert {row["cat"] for row in rows if row["ph"] == "X"} == {"compute", "transfer", "wait"}
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
