@@ -94,6 +94,24 @@ def verify(
     raise typer.Exit(_run(run, _verify_rank, run.config, steps, json_path))
 
 
+@app.command()
+def trace(
+    config: ConfigPath,
+    steps: Annotated[int, typer.Option(min=1, help="Train so many steps and draw the last.")] = 3,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Chrome trace, for Perfetto or chrome://tracing.")
+    ] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Picture (PNG, SVG, PDF).")] = None,
+    overrides: Overrides = [],  # noqa: B006
+    fit: Fit = False,
+) -> None:
+    """Draw what every rank computes, waits for and sends during one training step of CONFIG."""
+    run = _prepare(config, overrides, fit)
+    if json_path is None and plot_path is None:
+        _refuse(run.place, ["trace: nothing to write; give --json FILE, --plot FILE or both"])
+    raise typer.Exit(_run(run, _trace_rank, run.config, steps, json_path, plot_path))
+
+
 def main() -> None:
     """The console script."""
     app(prog_name="fusedcomm")
@@ -205,7 +223,15 @@ def _train_rank(config: Config, resume: str | None) -> None:
 
 
 def _verify_rank(config: Config, steps: int, json_path: Path | None) -> int:
-    from fusedcomm.train.verify import verify
     from fusedcomm.train.place import init_distributed
+    from fusedcomm.train.verify import verify
 
     return verify(config, steps=steps, json_path=json_path, device=init_distributed(config.train.startup_timeout_s))
+
+
+def _trace_rank(config: Config, steps: int, json_path: Path | None, plot_path: Path | None) -> None:
+    from fusedcomm.train.place import init_distributed
+    from fusedcomm.train.trace import trace
+
+    device = init_distributed(config.train.startup_timeout_s)
+    trace(config, steps=steps, json_path=json_path, plot_path=plot_path, device=device)

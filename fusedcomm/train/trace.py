@@ -88,10 +88,10 @@ def plot_timeline(path: Path, events: Sequence[Sequence[Event]], mesh: Mesh, *, 
     axes.set_yticks(range(len(events)), [f"rank {rank}\n{place(rank, mesh)}" for rank in range(len(events))])
     axes.invert_yaxis()
     axes.set_xlabel("ms")
-    axes.set_title(title)
+    axes.set_title(title, fontsize=10)
     names = {"compute": "computes", "wait": "stands still for a transfer", "transfer": "travels"}
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=_COLOURS[kind]) for kind in names]
-    axes.legend(handles, names.values(), loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, frameon=False)
+    figure.legend(handles, names.values(), loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
