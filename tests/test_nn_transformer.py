@@ -240,10 +240,11 @@ def test_deferred_weight_gradients_come_once():
 
 
 @pytest.mark.parametrize(("mode", "repeated"), [("none", 0), ("full", 4), ("selective", 0)])
-def test_checkpointing_runs_again_what_it_says(mode, repeated):
+@pytest.mark.parametrize("defer", [False, True])
+def test_checkpointing_runs_again_what_it_says(mode, repeated, defer):
     # Two layers with two gathering and two scattering GEMMs each, and the output layer outside of them.
     config = dataclasses.replace(GROUPED, checkpointing=mode)
-    for _, paths, _ in run_ranks(2, checkpointed, config, *batch(config), False):
+    for _, paths, _ in run_ranks(2, checkpointed, config, *batch(config), defer):
         runs = {op: sum(n for path, n in paths.items() if path.startswith(f"{op}:")) for op in OPS}
         assert runs == {"all_gather_matmul": 5 + repeated, "matmul_reduce_scatter": 4 + repeated}
 

@@ -317,8 +317,8 @@ def run_opcheck(rank, world):
     x, w = torch.randn(5, 2, 6, requires_grad=True), [torch.randn(n, 6, requires_grad=True) for n in (3, 4)]
     b = [torch.randn(n, requires_grad=True) for n in (3, 4)]
     checks = [
-        (ops.all_gather_matmul.default, (x, w, b, name, [5, 5], "shard", "chunked")),
-        (ops.all_gather_matmul.default, (x, w, [], name, [5, 5], "gathered", "serial")),
+        (ops.all_gather_matmul.default, (x, w, b, name, [5, 5], "shard", "chunked", False)),
+        (ops.all_gather_matmul.default, (x, w, [], name, [5, 5], "gathered", "serial", True)),
         (ops.matmul_reduce_scatter.default, (x, w[0], b[0], name, [3, 2], "chunked")),
         (ops.matmul_reduce_scatter.default, (x, w[0], None, name, [1, 4], "serial")),
     ]

@@ -97,13 +97,18 @@ def all_gather_matmul(
         padded = biases or [None] * len(weights)
         outputs = [x, *(local_linear(x, w, b, defer_wgrad) for w, b in zip(weights, padded))]
     elif defer_wgrad is not None:
-        outputs = _DeferredAllGatherMatmul.apply(x, group, sizes, save, method, defer_wgrad, *weights, *biases)
+        outputs = _DeferredAllGatherMatmul.apply(
+            x, group, sizes, save, method, return_gathered, defer_wgrad, *weights, *biases
+        )
     else:
-        outputs = _forward_op(x, weights, biases, group.group_name, sizes, save, method)
-    gathered, *results = [out.reshape(sum(sizes), *lead, out.shape[-1]).movedim(0, dim) for out in outputs]
+        outputs = _forward_op(x, weights, biases, group.group_name, sizes, save, method, return_gathered)
+    gathered, *results = outputs
+    results = [y.reshape(sum(sizes), *lead, y.shape[-1]).movedim(0, dim) for y in results]
     results = _activate(results, activation)
     result = results[0] if isinstance(w_shard, Tensor) or activation == "swiglu" else results
-    return (result, gathered) if return_gathered else result
+    if not return_gathered:
+        return result
+    return result, gathered.reshape(sum(sizes), *lead, gathered.shape[-1]).movedim(0, dim)
 
 
 def _as_biases(bias: Tensor | Sequence[Tensor | None] | None, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -189,15 +194,19 @@ def _forward_op(
     sizes: Sequence[int],
     save: str,
     method: str,
+    return_gathered: bool,
 ) -> list[Tensor]:
+    """`[x_full, y, ...]`; x_full is empty unless asked for, because checkpointing keeps whole lists of outputs."""
     call = Call(_OP, group_named(group_name), tuple(sizes), method)
-    return _forward(x, weights, biases, call)
+    x_full, *results = _forward(x, weights, biases, call)
+    return [x_full if return_gathered or save == "gathered" else x.new_empty(0), *results]
 
 
 @_forward_op.register_fake
-def _(x, weights, biases, group_name, sizes, save, method):
+def _(x, weights, biases, group_name, sizes, save, method, return_gathered):
     rows = sum(sizes)
-    return [x.new_empty(rows, *x.shape[1:])] + [x.new_empty(rows, x.shape[1], w.shape[0]) for w in weights]
+    x_full = x.new_empty(rows, *x.shape[1:]) if return_gathered or save == "gathered" else x.new_empty(0)
+    return [x_full] + [x.new_empty(rows, x.shape[1], w.shape[0]) for w in weights]
 
 
 @torch.library.custom_op("fusedcomm::all_gather_matmul_backward", mutates_args=())
@@ -229,14 +238,15 @@ def _(grads, grad_full, saved, weights, group_name, sizes, save, method, need_x,
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, biases, ctx.group_name, ctx.sizes, ctx.save, ctx.method = inputs
-    ctx.num_biases = len(biases)
+    x, weights, _, ctx.group_name, ctx.sizes, ctx.save, ctx.method, ctx.return_gathered = inputs
     ctx.save_for_backward(output[0] if ctx.save == "gathered" else x, *weights)
 
 
 def _autograd(ctx: Any, grads: list[Tensor | None]) -> Any:
     saved, *weights = ctx.saved_tensors
     grad_full, *grad_results = grads
+    if not ctx.return_gathered:
+        grad_full = None
     lead = saved.shape[1]
     filled = [
         saved.new_zeros(sum(ctx.sizes), lead, w.shape[0]) if grad is None else grad
@@ -252,6 +262,7 @@ def _autograd(ctx: Any, grads: list[Tensor | None]) -> Any:
         dx if need_x else None,
         [dw if need else None for dw, need in zip(dws, need_ws)],
         dbs,
+        None,
         None,
         None,
         None,
@@ -273,13 +284,16 @@ class _DeferredAllGatherMatmul(Function):
         sizes: list[int],
         save: str,
         method: str,
+        return_gathered: bool,
         defer_wgrad: DeferWgrad,
         *weights_and_biases: Tensor,
     ) -> tuple[Tensor, ...]:
         weights = [t for t in weights_and_biases if t.dim() == 2]
         biases = [t for t in weights_and_biases if t.dim() == 1]
-        outputs = _forward(x, weights, biases, Call(_OP, group, tuple(sizes), method))
+        # Through the registered op, whose outputs selective checkpointing can keep.
+        outputs = _forward_op(x, weights, biases, group.group_name, sizes, save, method, return_gathered)
         ctx.call = Call(f"{_OP} backward", group, tuple(sizes), method)
+        ctx.return_gathered = return_gathered
         ctx.save, ctx.defer_wgrad, ctx.weights, ctx.num_biases = save, defer_wgrad, weights, len(biases)
         ctx.save_for_backward(outputs[0] if save == "gathered" else x, *weights)
         return tuple(outputs)
@@ -290,7 +304,7 @@ class _DeferredAllGatherMatmul(Function):
         need_w = any(w.requires_grad for w in ctx.weights)
         x_full, scatter = _start_backward(
             grads,
-            grad_full,
+            grad_full if ctx.return_gathered else None,
             saved,
             weights,
             ctx.call,
@@ -303,4 +317,4 @@ class _DeferredAllGatherMatmul(Function):
                 ctx.defer_wgrad(weight, lambda grad=grad: _weight_gradient(grad, x_full))
         dx = None if scatter is None else scatter.finish()
         dbs = [grad.sum((0, 1)) for grad in grads[: ctx.num_biases]]
-        return dx, None, None, None, None, None, *(None for _ in weights), *dbs
+        return dx, None, None, None, None, None, None, *(None for _ in weights), *dbs

@@ -183,7 +183,8 @@ class _DeferredMatmulReduceScatter(Function):
         ctx.call = Call(f"{_OP} backward", group, tuple(sizes), method)
         ctx.weight, ctx.defer_wgrad = w, defer_wgrad
         ctx.save_for_backward(x, w)
-        return _forward(x, w, bias, Call(_OP, group, tuple(sizes), method))
+        # Through the registered op, whose output selective checkpointing can keep.
+        return _forward_op(x, w, bias, group.group_name, sizes, method)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
