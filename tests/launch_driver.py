@@ -50,6 +50,18 @@ def work_until_ended() -> None:
         time.sleep(0.01)
 
 
+def wait_until_session_ended(leader: int, seconds: float = 10.0) -> None:
+    """Return when no process of the leader's session and group lives; the fork server ends a moment after the rest."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            os.killpg(leader, 0)
+        except ProcessLookupError:
+            return
+        assert time.monotonic() < deadline, f"processes of session {leader} still live"
+        time.sleep(0.05)
+
+
 def main() -> int:
     world = int(sys.argv[1])
     place = find_place(os.environ)

@@ -1,4 +1,4 @@
-"""The command: mistakes are one line each with exit code 2 before any process starts; what is right runs on all ranks."""
+"""The command: mistakes are one line each, exit code 2, before any process starts; what is right runs on all ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from launch_driver import wait_until_session_ended
 from typer.testing import CliRunner
 
 from fusedcomm import cli
@@ -211,7 +212,7 @@ def test_a_model_is_trained_from_the_command_line(config, tmp_path):
 def test_ctrl_c_ends_training_without_a_trace(config):
     process = _start("train", config, "--set", "train.steps=100000")
     try:
-        assert any(line.startswith("step 2/") for line in process.stdout)
+        assert any(" 2/100000 " in line for line in process.stdout)
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     finally:
@@ -219,5 +220,4 @@ def test_ctrl_c_ends_training_without_a_trace(config):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 128 + signal.SIGINT
     assert errors == "fusedcomm: SIGINT: all 2 ranks ended\n"
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    wait_until_session_ended(process.pid)

@@ -125,11 +125,14 @@ def test_an_error_leaves_no_file_open(tmp_path):
         links = Path("/proc/self/fd").iterdir()
         return [target for link in links if link.exists() and (target := os.readlink(link)).startswith(str(tmp_path))]
 
-    log = MetricsLog(tmp_path, enabled=True, total_steps=10)
-    with pytest.raises(RuntimeError, match="broken"), log:
-        log.step(_step(1), console=False)
-        assert open_files()
-        raise RuntimeError("broken")
+    def fail() -> None:
+        with MetricsLog(tmp_path, enabled=True, total_steps=10) as log:
+            log.step(_step(1), console=False)
+            assert open_files()
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        fail()
     assert open_files() == []
 
 

@@ -153,8 +153,8 @@ class _References:
         # After an overflow there are no gradients to compare: the step is skipped.
         names = [] if skipped else list(exact_grads)
         rows = [_row(step, name, mesh_grads[name], single_grads[name], exact_grads[name], ulp) for name in names]
-        losses = [torch.tensor(loss, dtype=torch.float64) for loss in (mesh_loss, single_loss, exact_loss)]
-        rows.insert(0, _row(step, "loss", *losses, ulp))
+        mesh, single, exact = torch.tensor([mesh_loss, single_loss, exact_loss], dtype=torch.float64)
+        rows.insert(0, _row(step, "loss", mesh, single, exact, ulp))
         return StepLosses(step, mesh_loss, single_loss, exact_loss, alone_loss, skipped), rows
 
 
