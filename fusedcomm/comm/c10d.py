@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, Work
 
-from fusedcomm.comm.channel import Channel, wait_for
+from fusedcomm.comm.channel import Channel, payload_tag, wait_for
 from fusedcomm.comm.record import span, wait_on_stream
 from fusedcomm.comm.ring import Step
+from fusedcomm.errors import PeerError
 
-# Payload tags repeat long after the transfers that used them; tags 0 and 1 are torch's default and the headers'.
-_FIRST_TAG = 2
-_NUM_TAGS = 1 << 20
+# Less than this is sent before another thread would have woken up to send it.
+_MIN_THREADED_BYTES = 256 * 1024
 
 
 class _Sender:
@@ -45,15 +45,8 @@ def _sender() -> _Sender:
     return _Sender()
 
 
-def _run_here(job: Callable[[], None]) -> None:
-    job()
-
-
 class GlooExchange:
-    """`Exchange` for CPU tensors. The sender thread agrees with the peers, posts the receives and sends.
-
-    With nothing to overlap the caller's thread does it all: two threads would only hand over to one another.
-    """
+    """`Exchange` for CPU tensors. Large messages are sent by the sender thread, if the caller computes meanwhile."""
 
     def __init__(
         self,
@@ -71,37 +64,38 @@ class GlooExchange:
         self._steps = steps
         self._outgoing = outgoing
         self._incoming = incoming
-        self._submit = _sender().submit if overlapped else _run_here
-        self._receives: list[Work | None] = []
-        self._opened = threading.Event()
+        num_bytes = sum(tensor.nbytes for tensor in outgoing if tensor is not None)
+        self._threaded = overlapped and num_bytes >= _MIN_THREADED_BYTES
+        # Posted from the caller's thread: (index, work).
+        self._sends: list[tuple[int, Work]] = []
+        # What went wrong in the sender thread.
         self._error: Exception | None = None
 
     def start(self) -> None:
-        self._call = self._channel.next_call()
-        self._tag = _FIRST_TAG + self._call % _NUM_TAGS
-        self._submit(self._open)
-
-    def _open(self) -> None:
-        try:
-            self._channel.agree(self._op, self._call, self._signature)
-            group = self._channel.group
-            self._receives = [
-                None if tensor is None else group.recv([tensor], step.src, self._tag)
-                for step, tensor in zip(self._steps, self._incoming)
-            ]
-        except Exception as error:
-            self._error = error
-        self._opened.set()
+        call = self._channel.next_call()
+        group = self._channel.group
+        self._headers = self._channel.announce(self._op, call, self._signature)
+        self._tag = payload_tag(call, self._signature)
+        self._receives = [
+            None if tensor is None else group.recv([tensor], step.src, self._tag)
+            for step, tensor in zip(self._steps, self._incoming)
+        ]
 
     def send(self, index: int) -> None:
-        if self._outgoing[index] is not None:
-            self._submit(partial(self._send, index))
-
-    def _send(self, index: int) -> None:
         tensor, dst = self._outgoing[index], self._steps[index].dst
-        if self._error is not None or tensor is None:
+        if tensor is None:
+            return
+        if self._threaded:
+            _sender().submit(partial(self._send_and_wait, index, tensor, dst))
+        else:
+            self._sends.append((index, self._channel.group.send([tensor], dst, self._tag)))
+
+    def _send_and_wait(self, index: int, tensor: Tensor, dst: int) -> None:
+        if self._error is not None:
             return
         try:
+            # What no peer would ever receive must not keep this thread from its other work.
+            self._headers.check()
             with span("transfer", f"{self._op} to {dst}", tensor.nbytes):
                 work = self._channel.group.send([tensor], dst, self._tag)
                 wait_for(work, self._op, dst, index, f"did not take chunk {index}")
@@ -109,26 +103,33 @@ class GlooExchange:
             self._error = error
 
     def wait(self, index: int) -> None:
-        if self._incoming[index] is None:
+        src, work = self._steps[index].src, self._receives[index]
+        if work is None:
             return
-        src = self._steps[index].src
         with span("wait", f"{self._op} from {src}"):
-            self._opened.wait()
-            self._raise()
-            work = self._receives[index]
-            if work is not None:
-                wait_for(work, self._op, src, index, f"did not deliver chunk {index}")
+            self._check()
+            wait_for(work, self._op, src, index, f"did not deliver chunk {index}")
 
     def finish(self) -> None:
-        sent = threading.Event()
-        self._submit(sent.set)
         with span("wait", f"{self._op} sent"):
-            sent.wait()
-        self._raise()
-
-    def _raise(self) -> None:
+            self._check()
+            if self._threaded:
+                sent = threading.Event()
+                _sender().submit(sent.set)
+                sent.wait()
+            for index, work in self._sends:
+                dst = self._steps[index].dst
+                wait_for(work, self._op, dst, index, f"did not take chunk {index}")
         if self._error is not None:
             raise self._error
+
+    def _check(self) -> None:
+        try:
+            self._headers.check()
+        except PeerError:
+            # gloo may still write to or read from these.
+            self._channel.keep(self, *self._incoming, *self._outgoing)
+            raise
 
 
 @cache

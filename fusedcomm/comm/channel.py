@@ -1,15 +1,18 @@
 """A process group as our exchanges see it: numbered calls, and a header that says what each rank calls.
 
 gloo aborts the process when shapes differ and sums the wrong tensors when calls are swapped; NCCL hangs. So each call
-begins with a header of fixed size, sent to every peer: the call's number and its signature as text. Payload is
-posted only when all headers agree. All ranks see all headers, hence all of them report a disagreement.
+begins with a header of fixed size, sent to every peer: the call's number and its signature as text. All ranks see all
+headers, hence all of them report a disagreement. Over gloo the payload travels at the same time, but under a tag that
+is a hash of number and signature: it can only meet the receive of the very same call.
 """
 
 from __future__ import annotations
 
 import os
 import struct
+import threading
 import weakref
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -25,6 +28,58 @@ HEADER_TAG = 1
 _REFUSED = "refused: "
 
 
+class Headers:
+    """The headers of one call over gloo, on their way. Checked by whichever thread needs to know first."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        op: str,
+        call: int,
+        signature: str,
+        theirs: dict[int, Tensor],
+        receives: dict[int, Work],
+        sends: dict[int, Work],
+        own: Tensor,
+    ) -> None:
+        self._channel = channel
+        self._op, self._call, self._signature = op, call, signature
+        self._theirs, self._receives, self._sends, self._own = theirs, receives, sends, own
+        self._lock = threading.Lock()
+        self._checked = False
+        self._error: PeerError | None = None
+
+    def check(self) -> None:
+        """Return when all peers are known to make this very call.
+
+        Raises:
+            PeerError: a peer is late beyond the group's time-out, gone, or calls something else. Names both calls.
+        """
+        with self._lock:
+            if not self._checked:
+                self._checked = True
+                try:
+                    self._receive()
+                except PeerError as error:
+                    self._error = error
+                    self._channel.keep(self, *self._receives.values(), *self._sends.values())
+        if self._error is not None:
+            raise self._error
+
+    def _receive(self) -> None:
+        absent = "did not call the operation"
+        for peer, header in self._theirs.items():
+            wait_for(self._receives[peer], self._op, peer, -1, absent)
+            # A call that this rank and the peer both refused earlier left its header behind.
+            while _decode(header)[0] < self._call:
+                again = self._channel.group.recv([header], peer, HEADER_TAG)
+                wait_for(again, self._op, peer, -1, absent)
+        theirs = {peer: _decode(header) for peer, header in self._theirs.items()}
+        self._channel.compare(self._op, self._call, self._signature, theirs)
+        for peer, work in self._sends.items():
+            wait_for(work, self._op, peer, -1, absent)
+
+
 class Channel:
     """The calls of one group, in order. One per group and process."""
 
@@ -36,8 +91,7 @@ class Channel:
         self._calls = 0
         self._agreed: set[str] = set()
         self._check_all = os.environ.get("FUSEDCOMM_CHECKED", "0") == "1"
-        # Refusals that no peer may ever receive: kept until the group ends, as gloo needs their buffers.
-        self._unclaimed: list[tuple[Work, Tensor]] = []
+        self._unclaimed: list[object] = []
 
     @property
     def group(self) -> ProcessGroup:
@@ -61,25 +115,14 @@ class Channel:
         self._calls += 1
         return self._calls
 
-    def agree(self, op: str, call: int, signature: str) -> None:
-        """Exchange headers with every peer over gloo; returns when all of them make this very call.
-
-        Raises:
-            PeerError: a peer is late beyond the group's time-out, gone, or calls something else. Names both calls.
-        """
+    def announce(self, op: str, call: int, signature: str) -> Headers:
+        """Send this call's header to every peer over gloo and post the receives of theirs; does not block."""
+        peers = self._peers()
         own = _encode(call, signature)
-        sends = [(self.group.send([own], peer, HEADER_TAG), peer) for peer in self._peers()]
-        theirs = {peer: torch.empty(HEADER_BYTES, dtype=torch.uint8) for peer in self._peers()}
-        receives = {peer: self.group.recv([theirs[peer]], peer, HEADER_TAG) for peer in self._peers()}
-        for peer, work in receives.items():
-            wait_for(work, op, peer, -1, "did not call the operation")
-            # A call that this rank and the peer both refused earlier left its header behind.
-            while _decode(theirs[peer])[0] < call:
-                work = self.group.recv([theirs[peer]], peer, HEADER_TAG)
-                wait_for(work, op, peer, -1, "did not call the operation")
-        for work, peer in sends:
-            wait_for(work, op, peer, -1, "did not call the operation")
-        self._compare(op, call, signature, {peer: _decode(theirs[peer]) for peer in theirs})
+        theirs = {peer: torch.empty(HEADER_BYTES, dtype=torch.uint8) for peer in peers}
+        receives = {peer: self.group.recv([theirs[peer]], peer, HEADER_TAG) for peer in peers}
+        sends = {peer: self.group.send([own], peer, HEADER_TAG) for peer in peers}
+        return Headers(self, op, call, signature, theirs, receives, sends, own)
 
     def agree_on_device(self, op: str, call: int, signature: str, device: torch.device) -> None:
         """The same over NCCL, where a look at the headers stalls the host: only for signatures not seen before.
@@ -92,19 +135,25 @@ class Channel:
         theirs = torch.empty(self.world * HEADER_BYTES, dtype=torch.uint8, device=device)
         dist.all_gather_into_tensor(theirs, own, group=self.group)
         headers = theirs.cpu().view(self.world, HEADER_BYTES)
-        self._compare(op, call, signature, {peer: _decode(headers[peer]) for peer in self._peers()})
+        self.compare(op, call, signature, {peer: _decode(headers[peer]) for peer in self._peers()})
         self._agreed.add(signature)
 
     def refuse(self, op: str, reason: str) -> None:
         """Tell the peers that this rank rejects its own call, so that they need not wait for the time-out."""
         header = _encode(self.next_call(), f"{_REFUSED}{op}: {reason}")
         for peer in self._peers():
-            self._unclaimed.append((self.group.send([header], peer, HEADER_TAG), header))
+            # A peer that refuses the same call does not receive this.
+            self.keep(self.group.send([header], peer, HEADER_TAG), header)
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.world) if peer != self.rank]
 
-    def _compare(self, op: str, call: int, signature: str, theirs: dict[int, tuple[int, str]]) -> None:
+    def keep(self, *works: object) -> None:
+        """Hold on to transfers that may never complete, and to their buffers, until the group ends."""
+        self._unclaimed.extend(works)
+
+    def compare(self, op: str, call: int, signature: str, theirs: dict[int, tuple[int, str]]) -> None:
+        """PeerError unless all peers make this very call."""
         for peer, (their_call, their_signature) in theirs.items():
             if their_signature.startswith(_REFUSED):
                 raise PeerError(op, peer, -1, f"rank {peer} {their_signature}")
@@ -125,6 +174,11 @@ def wait_for(work: Work, op: str, peer: int, chunk: int, what: str) -> None:
         work.wait()
     except RuntimeError as error:
         raise PeerError(op, peer, chunk, f"rank {peer} of the group {what}: {error}") from error
+
+
+def payload_tag(call: int, signature: str) -> int:
+    """A tag for this call's payload, which another call's cannot have but by a chance of one in 2^31."""
+    return max(HEADER_TAG + 1, zlib.crc32(f"{call} {signature}".encode()) >> 1)
 
 
 def _fit(signature: str) -> str:
