@@ -34,7 +34,7 @@ def raise_on_rank_1() -> None:
 
 def return_early_or_hang() -> None:
     if os.environ["RANK"] == "1":
-        raise RuntimeError("rank 1 has had enough")
+        raise RuntimeError("rank 1 has had enough" + "!" * 200_000)
     time.sleep(600)
 
 

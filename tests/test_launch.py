@@ -87,7 +87,9 @@ def test_raising_rank_is_named_first_with_its_traceback(capfd):
 
 def test_hanging_ranks_are_ended_after_a_failure(capfd):
     assert run_ranks(return_early_or_hang, (), world=2, describe_rank=str, grace_s=0.5) == 1
-    assert "fusedcomm: ended the others: 0\n" in capfd.readouterr().err
+    errors = capfd.readouterr().err
+    assert "fusedcomm: rank 1 (1) raised RuntimeError: rank 1 has had enough!!!" in errors
+    assert "fusedcomm: ended the others: 0\n" in errors
 
 
 def test_ctrl_c_ends_every_rank_even_a_deaf_one():

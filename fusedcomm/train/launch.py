@@ -210,8 +210,10 @@ def _rank_main(
         leave_distributed()
     # Not Exception: torch's CheckpointException is none.
     except BaseException as error:
-        summary = " ".join(str(error).split())
-        reports.send((None, time.time(), f"raised {type(error).__name__}: {summary}", traceback.format_exc()))
+        # Short enough for the pipe's buffer: the launcher reads only once this process has ended.
+        summary = " ".join(str(error).split())[:2000]
+        trace = traceback.format_exc()[-10_000:]
+        reports.send((None, time.time(), f"raised {type(error).__name__}: {summary}", trace))
         sys.stdout.flush()
         sys.stderr.flush()
         # Past destructors, which might wait for peers.
