@@ -84,6 +84,7 @@ def test_log_writes_lines_and_records(tmp_path, capsys):
         "accuracy": 0.5,
         "num_tokens": 64,
         "perplexity": math.e,
+        "unit": "token",
     }
 
 

@@ -53,10 +53,11 @@ class Document:
 
 
 class Corpus:
-    """Documents one after the other, each followed by `separator` if there is one."""
+    """Documents one after the other, each followed by `separator` if there is one; `unit` is what a token is."""
 
-    def __init__(self, documents: Sequence[Document], separator: int | None) -> None:
+    def __init__(self, documents: Sequence[Document], separator: int | None, unit: str = "token") -> None:
         self.documents = list(documents)
+        self.unit = unit
         self.separator = separator
         extra = 0 if separator is None else 1
         lengths = [len(document.tokens) + extra for document in documents]
@@ -124,7 +125,7 @@ def read_corpus(config: DataConfig, vocab_size: int) -> Corpus:
     if names:
         corpus = Corpus([_token_file(name, path, config.dtype) for name, path in files], None)
     elif config.tokenizer == "bytes":
-        corpus = Corpus([Document(name, _text_bytes(name, path)) for name, path in files], _BYTE_SEPARATOR)
+        corpus = Corpus([Document(name, _text_bytes(name, path)) for name, path in files], _BYTE_SEPARATOR, "byte")
     else:
         corpus = _tokenized(files, Path(config.tokenizer), vocab_size)
     if len(corpus) == len(corpus.documents) * (corpus.separator is not None):

@@ -134,11 +134,12 @@ class ValidationBatches:
 
 @dataclass(frozen=True)
 class Data:
-    """What a run reads: training and validation samples (None without a validation part)."""
+    """What a run reads: training and validation samples (None without a validation part), and what a token is."""
 
     train: TrainBatches
     validation: ValidationBatches | None
     identity: dict[str, Any]
+    unit: str
 
     def state(self, position: int) -> dict[str, Any]:
         """For a checkpoint: how many training samples were read, and of what."""
@@ -186,9 +187,8 @@ def open_data(config: Config) -> Data:
     if validation:
         rows = train.global_batch // train.accumulation
         validation_batches = ValidationBatches(validation, rows=rows, passes=train.eval_batches, dp=dp)
-    return Data(
-        TrainBatches(training, seed=config.seed, global_batch=train.global_batch, dp=dp), validation_batches, identity
-    )
+    training_batches = TrainBatches(training, seed=config.seed, global_batch=train.global_batch, dp=dp)
+    return Data(training_batches, validation_batches, identity, corpus.unit)
 
 
 def permuted(index: npt.NDArray[np.int64], size: int, *, seed: int, epoch: int) -> npt.NDArray[np.int64]:

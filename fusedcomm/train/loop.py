@@ -16,7 +16,7 @@ from fusedcomm.nn import flops_per_token, num_parameters
 from fusedcomm.parallel import StepResult
 from fusedcomm.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from fusedcomm.train.config import Config
-from fusedcomm.train.data import Data, open_data
+from fusedcomm.train.data import open_data
 from fusedcomm.train.metrics import EvalMetrics, MetricsLog, StepMetrics, memory_gib, path_summary
 from fusedcomm.train.trainer import Trainer
 
@@ -53,6 +53,7 @@ def train(config: Config, *, resume: str | None, device: torch.device) -> None:
     dist.barrier()
     _set_pg_timeout(timedelta(seconds=config.train.timeout_s), dist.group.WORLD)
 
+    start_run_s = time.perf_counter()
     log = MetricsLog(output_dir, enabled=mesh.rank == 0, total_steps=config.train.steps, first_step=first_step)
     with log, recording() as record:
         shape = trainer.shape
@@ -70,19 +71,13 @@ def train(config: Config, *, resume: str | None, device: torch.device) -> None:
             metrics = _step_metrics(trainer, record, done, loss, result, time.perf_counter() - start_s)
             is_last = done == config.train.steps
             log.step(metrics, console=done % config.train.log_every == 0 or is_last or done == first_step + 1)
-            if is_last or _due(done, config.train.eval_every):
-                evaluate(trainer, data, done, log)
+            if data.validation is not None and (is_last or _due(done, config.train.eval_every)):
+                found = trainer.evaluate(list(data.validation.passes(mesh.dp_rank)))
+                log.evaluation(EvalMetrics(done, found.loss, found.accuracy, found.num_tokens, data.unit))
             if config.train.checkpoint_every is not None and (is_last or _due(done, config.train.checkpoint_every)):
                 path = save_checkpoint(output_dir, trainer, {"step": done, "data": data.state(position)})
                 log.say(f"checkpoint: {path}")
-
-
-def evaluate(trainer: Trainer, data: Data, step: int, log: MetricsLog) -> None:
-    """Loss and accuracy on the validation part, if there is one."""
-    if data.validation is None:
-        return
-    result = trainer.evaluate(list(data.validation.passes(trainer.mesh.dp_rank)))
-    log.evaluation(EvalMetrics(step, result.loss, result.accuracy, result.num_tokens))
+        log.say(f"finished step {config.train.steps} after {time.perf_counter() - start_run_s:.0f} s")
 
 
 def _step_metrics(

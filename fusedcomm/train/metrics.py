@@ -43,12 +43,13 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class EvalMetrics:
-    """The validation samples after `step` steps; `loss` in nats a token."""
+    """The validation samples after `step` steps; `loss` in nats a token, whose name is `unit`."""
 
     step: int
     loss: float
     accuracy: float
     num_tokens: int
+    unit: str = "token"
 
     @property
     def perplexity(self) -> float:
@@ -126,7 +127,7 @@ class MetricsLog:
         self._file.write(json.dumps({"kind": kind, **plain}) + "\n")
         if self._board is not None:
             for key, value in values.items():
-                if key != "step" and isinstance(value, (int, float)):
+                if key != "step" and isinstance(value, int | float):
                     self._board.add_scalar(f"{kind}/{key}", value, values["step"])
 
 
@@ -147,8 +148,8 @@ def step_line(metrics: StepMetrics, total_steps: int) -> str:
 def evaluation_line(metrics: EvalMetrics) -> str:
     """The console's line for an evaluation."""
     return (
-        f"validation after step {metrics.step}: loss {metrics.loss:.4f} nats a token, perplexity "
-        f"{metrics.perplexity:.2f}, accuracy {metrics.accuracy:.1%} ({metrics.num_tokens} tokens)"
+        f"validation after step {metrics.step}: loss {metrics.loss:.4f} nats a {metrics.unit}, perplexity "
+        f"{metrics.perplexity:.2f}, accuracy {metrics.accuracy:.1%} ({metrics.num_tokens} {metrics.unit}s)"
     )
 
 
