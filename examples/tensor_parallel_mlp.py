@@ -21,7 +21,7 @@ torch.manual_seed(0)
 model = Block(64, 256, TensorParallel(dist.group.WORLD))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 x = torch.randn(512, 64).chunk(dist.get_world_size())[dist.get_rank()]  # this rank's rows
-for step in range(50):
+for _ in range(50):
     loss = (model(x) - x.roll(1, dims=1)).square().mean()
     optimizer.zero_grad()
     loss.backward()

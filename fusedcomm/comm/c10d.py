@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributed import P2POp, Work
 
 from fusedcomm.comm.channel import Channel, payload_tag, wait_for
-from fusedcomm.comm.record import span, wait_on_stream
+from fusedcomm.comm.record import note, span, wait_on_stream
 from fusedcomm.comm.ring import Step
 from fusedcomm.errors import PeerError
 
@@ -66,8 +67,8 @@ class GlooExchange:
         self._incoming = incoming
         num_bytes = sum(tensor.nbytes for tensor in outgoing if tensor is not None)
         self._threaded = overlapped and num_bytes >= _MIN_THREADED_BYTES
-        # Posted from the caller's thread: (index, work).
-        self._sends: list[tuple[int, Work]] = []
+        # Posted from the caller's thread: (index, when, work).
+        self._sends: list[tuple[int, float, Work]] = []
         # What went wrong in the sender thread.
         self._error: Exception | None = None
 
@@ -88,7 +89,7 @@ class GlooExchange:
         if self._threaded:
             _sender().submit(partial(self._send_and_wait, index, tensor, dst))
         else:
-            self._sends.append((index, self._channel.group.send([tensor], dst, self._tag)))
+            self._sends.append((index, time.perf_counter(), self._channel.group.send([tensor], dst, self._tag)))
 
     def _send_and_wait(self, index: int, tensor: Tensor, dst: int) -> None:
         if self._error is not None:
@@ -117,9 +118,11 @@ class GlooExchange:
                 sent = threading.Event()
                 _sender().submit(sent.set)
                 sent.wait()
-            for index, work in self._sends:
-                dst = self._steps[index].dst
+            for index, start_s, work in self._sends:
+                dst, tensor = self._steps[index].dst, self._outgoing[index]
                 wait_for(work, self._op, dst, index, f"did not take chunk {index}")
+                # Over at the latest now.
+                note("transfer", f"{self._op} to {dst}", start_s, 0 if tensor is None else tensor.nbytes)
         if self._error is not None:
             raise self._error
 

@@ -88,9 +88,14 @@ def span(kind: Kind, name: str, num_bytes: int = 0) -> Iterator[None]:
     try:
         yield
     finally:
-        event = Event(kind, name, start_s, time.perf_counter(), num_bytes, threading.current_thread().name)
-        for record in _open:
-            record.events.append(event)
+        note(kind, name, start_s, num_bytes)
+
+
+def note(kind: Kind, name: str, start_s: float, num_bytes: int = 0) -> None:
+    """Note what began at `start_s` and is over now."""
+    event = Event(kind, name, start_s, time.perf_counter(), num_bytes, threading.current_thread().name)
+    for record in _open:
+        record.events.append(event)
 
 
 def wait_on_stream(event: torch.cuda.Event) -> None:
