@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedcomm.comm.ring import all_gather_steps, chunk_sizes, cut, reduce_scatter_steps
+from fusedcomm.comm.ring import all_gather_steps, chunk_sizes, cut, reduce_scatter_steps, tapered
 
 WORLDS = range(1, 17)
 
@@ -78,14 +78,24 @@ def test_chunk_sizes_cut_as_torch_does(total, world):
     assert list(sizes) == pieces + [0] * (world - len(pieces))
 
 
-@given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=6), num_chunks=st.integers(1, 5))
-def test_cut_covers_each_shard_with_nearly_equal_chunks(sizes, num_chunks):
+@given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=6), weights=st.lists(st.integers(1, 9), min_size=1))
+def test_cut_covers_each_shard_without_empty_chunks(sizes, weights):
     row = 0
-    for owner, (size, chunks) in enumerate(zip(sizes, cut(sizes, num_chunks))):
-        assert len(chunks) == min(num_chunks, size)
-        for chunk in chunks:
+    for owner, size in enumerate(sizes):
+        for chunk in cut(sizes, owner, weights):
             assert (chunk.owner, chunk.start) == (owner, row)
+            assert chunk.rows > 0
+            assert abs(chunk.rows - size * max(weights) / sum(weights)) <= size * max(weights) / sum(weights) + 1
             row = chunk.stop
-        if chunks:
-            assert max(c.rows for c in chunks) - min(c.rows for c in chunks) <= 1
-    assert row == sum(sizes)
+        assert row == sum(sizes[: owner + 1])
+
+
+def test_what_nothing_can_hide_is_small():
+    assert tapered(1) == (1,)
+    assert tapered(4) == (4, 2, 1, 1)
+    last_arrival = all_gather_steps(0, [64] * 4, 4)[-4:]
+    assert [step.recv.rows for step in last_arrival] == [32, 16, 8, 8]
+    first_departure = reduce_scatter_steps(0, [64] * 4, 4)[:4]
+    assert [step.send.rows for step in first_departure] == [8, 8, 16, 32]
+    for steps in (all_gather_steps(0, [64] * 4, 4), reduce_scatter_steps(0, [64] * 4, 4)):
+        assert len(steps) <= 4 + 1 + 4, "between the ends, shards travel whole"

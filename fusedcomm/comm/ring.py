@@ -9,14 +9,17 @@ straight from owner to user (a forwarding ring would move the same bytes and add
 - Reduce-scatter: the same with the direction turned round. A rank computes the partial sums of `rank + d` and sends
   them to their owner, while those for its own rows come in from `rank - d`. Its own rows are computed last.
 
-A shard may be cut into several chunks; the chunks of one distance follow one another.
+A shard is cut into chunks only where that shortens the whole. Nothing can hide the computing of the last rows to
+arrive, nor of the first rows to leave: an all-gather cuts the last distance's shard into ever smaller chunks, a
+reduce-scatter the first distance's into ever larger ones, and its last one's into equal ones, so that the owner adds
+up some while others travel. All the rest travels whole: fewer messages, larger GEMMs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True)
@@ -49,40 +52,50 @@ def chunk_sizes(total: int, world: int) -> tuple[int, ...]:
     return tuple(min(per_rank, max(0, total - rank * per_rank)) for rank in range(world))
 
 
-def cut(sizes: Sequence[int], num_chunks: int) -> tuple[tuple[Chunk, ...], ...]:
-    """Every rank's shard in at most `num_chunks` chunks of nearly equal size; an empty shard has none."""
-    shards: list[tuple[Chunk, ...]] = []
-    begin = 0
-    for owner, size in enumerate(sizes):
-        pieces = min(num_chunks, size)
-        bounds = [begin + size * piece // pieces for piece in range(pieces + 1)] if pieces else [begin]
-        shards.append(tuple(Chunk(owner, start, stop) for start, stop in pairwise(bounds)))
-        begin += size
-    return tuple(shards)
+def cut(sizes: Sequence[int], owner: int, weights: Sequence[int]) -> tuple[Chunk, ...]:
+    """The shard of `owner` in chunks whose sizes are as the `weights`; chunks that would be empty are left out."""
+    begin, total = sum(sizes[:owner]), sum(weights)
+    bounds = [begin + sizes[owner] * weight // total for weight in accumulate(weights, initial=0)]
+    return tuple(Chunk(owner, start, stop) for start, stop in pairwise(bounds) if start < stop)
+
+
+def tapered(num_chunks: int) -> tuple[int, ...]:
+    """Weights 1/2, 1/4, ... with the last one twice: (4, 2, 1, 1)."""
+    return (*(1 << power for power in range(num_chunks - 2, -1, -1)), 1)
 
 
 def all_gather_steps(rank: int, sizes: Sequence[int], num_chunks: int) -> tuple[Step, ...]:
-    """The steps of one rank that gathers everybody's rows, in the order in which they are to run."""
+    """The steps of one rank that gathers everybody's rows, in the order in which they are to run.
+
+    `num_chunks` is that of the last distance.
+    """
     world = len(sizes)
-    shards = cut(sizes, num_chunks)
-    return tuple(
-        Step(distance, dst, send, src, recv)
-        for distance in range(1, world)
-        for dst, src in [((rank - distance) % world, (rank + distance) % world)]
-        for send, recv in _side_by_side(shards[rank], shards[src])
-    )
+    steps: list[Step] = []
+    for distance in range(1, world):
+        weights = tapered(num_chunks) if distance == world - 1 else (1,)
+        dst, src = (rank - distance) % world, (rank + distance) % world
+        for send, recv in _side_by_side(cut(sizes, rank, weights), cut(sizes, src, weights)):
+            steps.append(Step(distance, dst, send, src, recv))
+    return tuple(steps)
 
 
 def reduce_scatter_steps(rank: int, sizes: Sequence[int], num_chunks: int) -> tuple[Step, ...]:
-    """The steps of one rank that sends partial sums to the owners of the rows; `recv` is always its own rows."""
+    """The steps of one rank that sends partial sums to the owners of the rows; `recv` is always its own rows.
+
+    `num_chunks` is that of the first distance and of the last.
+    """
     world = len(sizes)
-    shards = cut(sizes, num_chunks)
-    return tuple(
-        Step(distance, dst, send, src, recv)
-        for distance in range(1, world)
-        for dst, src in [((rank + distance) % world, (rank - distance) % world)]
-        for send, recv in _side_by_side(shards[dst], shards[rank])
-    )
+    steps: list[Step] = []
+    for distance in range(1, world):
+        weights = (1,)
+        if distance == 1:
+            weights = tapered(num_chunks)[::-1]
+        elif distance == world - 1:
+            weights = (1,) * num_chunks
+        dst, src = (rank + distance) % world, (rank - distance) % world
+        for send, recv in _side_by_side(cut(sizes, dst, weights), cut(sizes, rank, weights)):
+            steps.append(Step(distance, dst, send, src, recv))
+    return tuple(steps)
 
 
 def _side_by_side(sends: tuple[Chunk, ...], recvs: tuple[Chunk, ...]) -> Iterator[tuple[Chunk | None, Chunk | None]]:

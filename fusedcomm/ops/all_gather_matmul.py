@@ -133,12 +133,12 @@ def _activate(results: list[Tensor], activation: Activation | None) -> list[Tens
     return results
 
 
-def _forward(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], call: Call) -> list[Tensor]:
-    """`[x_full, y, ...]` from `x [rows of this rank, lead, K]`."""
-    gather = Gather(call, x.contiguous())
+def _forward(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], call: Call, *, keep: bool) -> list[Tensor]:
+    """`[x_full, y, ...]` from `x [rows of this rank, lead, K]`; `x_full` is empty unless it is to be kept."""
+    gather = Gather(call, x.contiguous(), keep=keep)
     results = [x.new_empty(call.rows, x.shape[1], w.shape[0]) for w in weights]
-    for start, stop in gather.chunks():
-        rows = flat(gather.full, start, stop)
+    for start, stop, there in gather.chunks():
+        rows = flat(there)
         with span("compute", _OP):
             for index, (w, y) in enumerate(zip(weights, results)):
                 out = flat(y, start, stop)
@@ -146,7 +146,9 @@ def _forward(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], cal
                     torch.addmm(biases[index], rows, w.t(), out=out)
                 else:
                     torch.mm(rows, w.t(), out=out)
-    return [gather.full, *results]
+    x_full = gather.full if keep else x.new_empty(0)
+    gather.release()
+    return [x_full, *results]
 
 
 def _start_backward(
@@ -159,12 +161,17 @@ def _start_backward(
     *,
     need_x: bool,
     need_w: bool,
-) -> tuple[Tensor, Scatter | None]:
-    """Compute the partial `dx`, on its way when this returns; `(x_full, scatter)`, whose `finish()` gives `dx`."""
+    keep: bool,
+) -> tuple[Gather | None, Scatter | None]:
+    """Let the input be gathered again, if `saved` is not the whole, and compute the partial `dx`.
+
+    Both are on their way when this returns: `gather.complete()` gives the input, `scatter.finish()` gives `dx`.
+    """
     grads = [grad.contiguous() for grad in grads]
     gather = None
     if need_w and save == "shard":
-        gather = Gather(Call(f"{_OP} backward gather", call.group, call.sizes, call.method), saved.contiguous())
+        again = Call(f"{_OP} backward gather", call.group, call.sizes, call.method)
+        gather = Gather(again, saved.contiguous(), keep=keep)
     scatter = None
     if need_x:
         scatter = Scatter(call, saved.shape[1], saved.shape[2], saved)
@@ -176,8 +183,7 @@ def _start_backward(
                     matrix.addmm_(flat(grad, start, stop), w)
                 if grad_full is not None:
                     out += grad_full[start:stop]
-    x_full = gather.complete() if gather is not None else saved
-    return x_full, scatter
+    return gather, scatter
 
 
 def _weight_gradient(grad: Tensor, x_full: Tensor) -> Tensor:
@@ -198,8 +204,7 @@ def _forward_op(
 ) -> list[Tensor]:
     """`[x_full, y, ...]`; x_full is empty unless asked for, because checkpointing keeps whole lists of outputs."""
     call = Call(_OP, group_named(group_name), tuple(sizes), method)
-    x_full, *results = _forward(x, weights, biases, call)
-    return [x_full if return_gathered or save == "gathered" else x.new_empty(0), *results]
+    return _forward(x, weights, biases, call, keep=return_gathered or save == "gathered")
 
 
 @_forward_op.register_fake
@@ -224,8 +229,13 @@ def _backward_op(
 ) -> list[Tensor]:
     """`[dx, dw, ...]`; an empty tensor where one is not needed."""
     call = Call(f"{_OP} backward", group_named(group_name), tuple(sizes), method)
-    x_full, scatter = _start_backward(grads, grad_full, saved, weights, call, save, need_x=need_x, need_w=need_w)
+    gather, scatter = _start_backward(
+        grads, grad_full, saved, weights, call, save, need_x=need_x, need_w=need_w, keep=False
+    )
+    x_full = saved if gather is None else gather.complete()
     dws = [_weight_gradient(grad, x_full) if need_w else saved.new_empty(0) for grad in grads]
+    if gather is not None:
+        gather.release()
     dx = saved.new_empty(0) if scatter is None else scatter.finish()
     return [dx, *dws]
 
@@ -302,7 +312,7 @@ class _DeferredAllGatherMatmul(Function):
     def backward(ctx: Any, grad_full: Tensor, *grads: Tensor) -> Any:
         saved, *weights = ctx.saved_tensors
         need_w = any(w.requires_grad for w in ctx.weights)
-        x_full, scatter = _start_backward(
+        gather, scatter = _start_backward(
             grads,
             grad_full if ctx.return_gathered else None,
             saved,
@@ -311,7 +321,9 @@ class _DeferredAllGatherMatmul(Function):
             ctx.save,
             need_x=ctx.needs_input_grad[0],
             need_w=need_w,
+            keep=True,
         )
+        x_full = saved if gather is None else gather.complete()
         for weight, grad in zip(ctx.weights, grads):
             if weight.requires_grad:
                 ctx.defer_wgrad(weight, lambda grad=grad: _weight_gradient(grad, x_full))

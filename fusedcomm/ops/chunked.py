@@ -7,17 +7,18 @@ but hands all rows over at once: it is the baseline that overlap is measured aga
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fusedcomm.comm.pool import STAGING
 from fusedcomm.comm.record import Path, note_path, span
-from fusedcomm.comm.ring import Chunk, all_gather_steps, cut, reduce_scatter_steps
+from fusedcomm.comm.ring import all_gather_steps, reduce_scatter_steps
 from fusedcomm.comm.transport import open_exchange
-from fusedcomm.tune.cost import choose
+from fusedcomm.tune.cost import Choice, choose
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,13 @@ class Call:
     # Rows per rank.
     sizes: tuple[int, ...]
     method: str
+
+    def signature(self, kind: str, choice: Choice, features: Sequence[int], dtype: torch.dtype) -> str:
+        """What every rank must agree on, in words."""
+        return (
+            f"{self.op}: {kind} sizes={list(self.sizes)} of [rows, {features[0]}, {features[1]}] "
+            f"{str(dtype).removeprefix('torch.')} {choice.method} x{choice.num_chunks}"
+        )
 
     @property
     def rank(self) -> int:
@@ -50,30 +58,30 @@ def flat(tensor: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
 
 
 class Gather:
-    """Everybody's rows, `[sum(sizes), lead, features]` in `full`, chunk by chunk.
+    """Everybody's rows, `[sum(sizes), lead, features]`, chunk by chunk.
 
-    The transfers start when the object is made. At distance 1, 2, ... each rank's rows travel from their owner.
+    The transfers start when the object is made. At distance 1, 2, ... each rank's rows travel from their owner. With
+    `keep` the whole is fresh memory that outlives the call (`complete()` returns it); without, it is staging that
+    `release()` gives back, and the own rows are not even copied into it unless the whole is asked for.
     """
 
-    def __init__(self, call: Call, shard: Tensor) -> None:
+    def __init__(self, call: Call, shard: Tensor, *, keep: bool) -> None:
         self.call = call
         choice = choose(call.method, world=len(call.sizes), rows=call.rows * shard.shape[1])
         note_path(Path(call.op, choice.method, choice.num_chunks, choice.reason))
         self._serial = choice.method == "serial"
-        self.full = shard.new_empty(call.rows, *shard.shape[1:])
-        self.full[call.own] = shard
+        self._shard = shard
+        shape = (call.rows, *shard.shape[1:])
+        self._keep = keep
+        self._full = shard.new_empty(shape) if keep else STAGING.take(shape, shard)
         self._steps = all_gather_steps(call.rank, call.sizes, choice.num_chunks)
-        signature = (
-            f"gather sizes={list(call.sizes)} of [rows, {shard.shape[1]}, {shard.shape[2]}] "
-            f"{str(shard.dtype).removeprefix('torch.')} {choice.method} x{choice.num_chunks}"
-        )
         self._exchange = open_exchange(
             call.group,
             call.op,
-            f"{call.op}: {signature}",
+            call.signature("gather", choice, shard.shape[1:], shard.dtype),
             self._steps,
-            [self._rows(step.send) for step in self._steps],
-            [self._rows(step.recv) for step in self._steps],
+            [None if step.send is None else self._own(step.send.start, step.send.stop) for step in self._steps],
+            [None if step.recv is None else self._full[step.recv.start : step.recv.stop] for step in self._steps],
             shard.device,
             overlapped=not self._serial,
         )
@@ -81,32 +89,45 @@ class Gather:
         for index in range(len(self._steps)):
             self._exchange.send(index)
 
-    def _rows(self, chunk: Chunk | None) -> Tensor | None:
-        return None if chunk is None else self.full[chunk.start : chunk.stop]
+    def _own(self, start: int, stop: int) -> Tensor:
+        return self._shard[start - self.call.own.start : stop - self.call.own.start]
 
-    def chunks(self) -> Iterator[tuple[int, int]]:
-        """`(start, stop)` of rows of `full` that are there: own rows first, then in order of arrival.
+    def chunks(self) -> Iterator[tuple[int, int, Tensor]]:
+        """`(start, stop, rows)` as they are there: own rows first, then in order of arrival.
 
-        After the last one all buffers are free again.
+        After the last one every transfer is over.
         """
         if self._serial:
-            self.complete()
-            yield 0, self.call.rows
+            yield 0, self.call.rows, self.complete()
             return
-        if self.call.own.start < self.call.own.stop:
-            yield self.call.own.start, self.call.own.stop
+        own = self.call.own
+        if own.start < own.stop:
+            yield own.start, own.stop, self._shard
         for index, step in enumerate(self._steps):
             if step.recv is not None:
                 self._exchange.wait(index)
-                yield step.recv.start, step.recv.stop
+                yield step.recv.start, step.recv.stop, self._full[step.recv.start : step.recv.stop]
         self._exchange.finish()
+        if self._keep:
+            self._full[own] = self._shard
 
     def complete(self) -> Tensor:
         """All rows, once they are there."""
+        self._full[self.call.own] = self._shard
         for index in range(len(self._steps)):
             self._exchange.wait(index)
         self._exchange.finish()
-        return self.full
+        return self._full
+
+    @property
+    def full(self) -> Tensor:
+        """All rows; after the last chunk, and only with `keep`."""
+        return self._full
+
+    def release(self) -> None:
+        """The rows are not needed any more."""
+        if not self._keep:
+            STAGING.give(self._full)
 
 
 class Scatter:
@@ -121,32 +142,25 @@ class Scatter:
         choice = choose(call.method, world=len(call.sizes), rows=call.rows * lead)
         note_path(Path(call.op, choice.method, choice.num_chunks, choice.reason))
         self._serial = choice.method == "serial"
-        world, rank = len(call.sizes), call.rank
+        world, rank, own = len(call.sizes), call.rank, call.own
         self._steps = reduce_scatter_steps(rank, call.sizes, choice.num_chunks)
         # What leaves, laid out as the full tensor; the own rows' place in it stays unused but for `serial`.
-        self._partial = like.new_empty(call.rows, lead, features)
-        own_rows = call.sizes[rank]
+        self._partial = STAGING.take((call.rows, lead, features), like)
         # By source rank: the summands of the own rows.
-        self._summands = like.new_empty(world, own_rows, lead, features)
-        signature = (
-            f"scatter sizes={list(call.sizes)} of [rows, {lead}, {features}] "
-            f"{str(like.dtype).removeprefix('torch.')} {choice.method} x{choice.num_chunks}"
-        )
-        offset = call.own.start
+        self._summands = STAGING.take((world, call.sizes[rank], lead, features), like)
         self._exchange = open_exchange(
             call.group,
             call.op,
-            f"{call.op}: {signature}",
+            call.signature("scatter", choice, (lead, features), like.dtype),
             self._steps,
             [None if s.send is None else self._partial[s.send.start : s.send.stop] for s in self._steps],
             [
-                None if s.recv is None else self._summands[s.src, s.recv.start - offset : s.recv.stop - offset]
+                None if s.recv is None else self._summands[s.src, s.recv.start - own.start : s.recv.stop - own.start]
                 for s in self._steps
             ],
             like.device,
             overlapped=not self._serial,
         )
-        self._own_chunks = cut(call.sizes, choice.num_chunks)[rank]
         self._exchange.start()
 
     def chunks(self) -> Iterator[tuple[int, int, Tensor]]:
@@ -172,27 +186,32 @@ class Scatter:
     def finish(self, bias: Tensor | None = None) -> Tensor:
         """The sum of this rank's own rows, `[own rows, lead, features]`, plus `bias`."""
         total = torch.empty_like(self._summands[0])
-        offset = self.call.own.start
-        ready = dict.fromkeys(self._own_chunks, 0)
+        offset, last = self.call.own.start, len(self.call.sizes) - 1
         for index, step in enumerate(self._steps):
             self._exchange.wait(index)
-            if step.recv is None:
-                continue
-            ready[step.recv] += 1
-            if ready[step.recv] == len(self.call.sizes) - 1:
+            # Whatever the other distances have sent for these rows was waited for before.
+            if step.recv is not None and step.distance == last:
                 rows = slice(step.recv.start - offset, step.recv.stop - offset)
                 with span("compute", f"{self.call.op} sum"):
-                    total[rows] = _ordered_sum(self._summands[:, rows], bias)
+                    _ordered_sum(self._summands[:, rows], bias, total[rows])
         self._exchange.finish()
+        STAGING.give(self._partial)
+        STAGING.give(self._summands)
         return total
 
 
-def _ordered_sum(summands: Tensor, bias: Tensor | None) -> Tensor:
-    """Sum over the first dimension, first to last, in at least fp32."""
+def _ordered_sum(summands: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Sum over the first dimension into `out`, first to last, in at least fp32."""
     wide = torch.promote_types(summands.dtype, torch.float32)
-    total = summands[0].to(wide, copy=True)
-    for summand in summands[1:]:
+    if wide == out.dtype:
+        torch.add(summands[0], summands[1], out=out)
+        total = out
+    else:
+        total = summands[0].to(wide)
+        total += summands[1]
+    for summand in summands[2:]:
         total += summand
     if bias is not None:
         total += bias
-    return total
+    if total is not out:
+        out.copy_(total)

@@ -93,15 +93,15 @@ def _forward(x: Tensor, w: Tensor, bias: Tensor | None, call: Call) -> Tensor:
 
 
 def _backward(
-    grad: Tensor, x: Tensor, w: Tensor, call: Call, *, need_x: bool, need_w: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """`(dx, dw, dy_full)` from `grad [sizes[rank], lead, N]`; `dw` is summed over the chunks in at least fp32."""
-    gather = Gather(call, grad.contiguous())
+    grad: Tensor, x: Tensor, w: Tensor, call: Call, *, need_x: bool, need_w: bool, keep: bool
+) -> tuple[Tensor | None, Tensor | None, Gather]:
+    """`(dx, dw, gather of dy)` from `grad [sizes[rank], lead, N]`; `dw` is summed over the chunks in at least fp32."""
+    gather = Gather(call, grad.contiguous(), keep=keep)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
     wide = torch.promote_types(w.dtype, torch.float32)
     dw = w.new_zeros(w.shape, dtype=wide) if need_w else None
-    for start, stop in gather.chunks():
-        rows = flat(gather.full, start, stop)
+    for start, stop, there in gather.chunks():
+        rows = flat(there)
         with span("compute", call.op):
             if dx is not None:
                 torch.mm(rows, w, out=flat(dx, start, stop))
@@ -110,7 +110,7 @@ def _backward(
                     dw.addmm_(rows.t(), flat(x, start, stop))
                 else:
                     dw += rows.t() @ flat(x, start, stop)
-    return dx, None if dw is None else dw.to(w.dtype), gather.full
+    return dx, None if dw is None else dw.to(w.dtype), gather
 
 
 @torch.library.custom_op("fusedcomm::matmul_reduce_scatter", mutates_args=())
@@ -138,7 +138,8 @@ def _backward_op(
 ) -> list[Tensor]:
     """`[dx, dw]`; an empty tensor where one is not needed."""
     call = Call(f"{_OP} backward", group_named(group_name), tuple(sizes), method)
-    dx, dw, _ = _backward(grad, x, w, call, need_x=need_x, need_w=need_w)
+    dx, dw, gather = _backward(grad, x, w, call, need_x=need_x, need_w=need_w, keep=False)
+    gather.release()
     return [x.new_empty(0) if dx is None else dx, x.new_empty(0) if dw is None else dw]
 
 
@@ -189,8 +190,9 @@ class _DeferredMatmulReduceScatter(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, w = ctx.saved_tensors
-        dx, _, grad_full = _backward(grad, x, w, ctx.call, need_x=ctx.needs_input_grad[0], need_w=False)
+        need_x = ctx.needs_input_grad[0]
+        dx, _, gather = _backward(grad, x, w, ctx.call, need_x=need_x, need_w=False, keep=True)
         if ctx.weight.requires_grad:
-            ctx.defer_wgrad(ctx.weight, lambda: flat(grad_full).t() @ flat(x))
+            ctx.defer_wgrad(ctx.weight, lambda: flat(gather.full).t() @ flat(x))
         db = grad.sum((0, 1)) if ctx.needs_input_grad[2] else None
         return dx, None, db, None, None, None, None

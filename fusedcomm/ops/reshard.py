@@ -76,7 +76,7 @@ def all_to_all(
 
 def _gather_rows(x: Tensor, group: ProcessGroup, sizes: tuple[int, ...]) -> Tensor:
     rows = x.reshape(x.shape[0], prod(x.shape[1:-1]), x.shape[-1]).contiguous()
-    full = Gather(Call("all_gather", group, sizes, "chunked"), rows).complete()
+    full = Gather(Call("all_gather", group, sizes, "chunked"), rows, keep=True).complete()
     return full.view(sum(sizes), *x.shape[1:])
 
 
