@@ -71,7 +71,7 @@ def main() -> int:
         return run_ranks(work_until_ended, (), world=world, describe_rank=lambda rank: f"place {rank}", grace_s=3.0)
     assert place.world == world
     os.environ.update(place.environment())
-    report_sum()
+    report_sum(Path("/dev/stdout"))
     leave_distributed()
     return 0
 
