@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import pytest
 import torch
+
+# What `auto` remembers stays out of the user's cache; set before any rank is forked.
+_CACHE = tempfile.TemporaryDirectory()
+os.environ["FUSEDCOMM_CACHE"] = _CACHE.name
 
 
 def pytest_collection_modifyitems(items):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fusedcomm import all_gather_matmul, matmul_reduce_scatter, recording, reference
 from fusedcomm.comm.ring import chunk_sizes
+from fusedcomm.tune.cost import chunked
 
 # A run on real ranks takes milliseconds to seconds, whatever the input: no deadline, and nothing to call slow.
 on_ranks = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
@@ -304,11 +305,31 @@ def run_overlap(rank, world):
 
 def test_chunked_computes_by_chunk_and_sends_each_byte_once():
     for computes, transfers, moved, shard_bytes, paths, threads in run_ranks(2, run_overlap):
-        assert computes == 1 + 4, "own rows, then one GEMM per chunk of the peer"
-        assert transfers == 4
+        num_chunks = chunked("", world=2, rows=4096).num_chunks
+        assert num_chunks > 1
+        assert computes == 1 + num_chunks, "own rows, then one GEMM per chunk of the peer"
+        assert transfers == num_chunks
         assert moved == shard_bytes
         assert paths == {"all_gather_matmul:chunked": 1, "matmul_reduce_scatter:chunked": 1}
         assert threads == {"fusedcomm-sender"}
+
+
+def run_many(rank, world):
+    from fusedcomm.comm.pool import STAGING
+
+    x = torch.randn(256, 2, 64, requires_grad=True)
+    w, v = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+    allocations = []
+    for _ in range(5):
+        y = all_gather_matmul(x, w, group=dist.group.WORLD, method="chunked")
+        matmul_reduce_scatter(y, v, group=dist.group.WORLD, method="chunked").sum().backward()
+        allocations.append(STAGING.num_allocations)
+    return allocations
+
+
+def test_staging_is_allocated_once():
+    for allocations in run_ranks(2, run_many):
+        assert len(set(allocations)) == 1, "the second call allocates staging again"
 
 
 def run_opcheck(rank, world):

@@ -22,7 +22,7 @@ TINY = {
     "data": {"seq_len": 24},
     "train": {"steps": 4, "global_batch": 8, "lr": 1e-3, "warmup_steps": 1},
     "parallel_config": {
-        "tensor_parallel": {"size": 1},
+        "tensor_parallel": {"size": 1, "method": "chunked"},
         "pipeline_parallel": {"depth": 1, "micro_batches": 2},
         "data_parallel": {"size": 1},
     },
@@ -84,6 +84,7 @@ LAYOUTS = {
     "accumulation 8": tiny(1, 1, 2, train__accumulation=8, train__global_batch=16),
     "unclipped": tiny(1, 2, 1, train__clip_norm=None),
     "serial": tiny(1, 1, 2, tensor_parallel__method="serial"),
+    "auto": tiny(1, 1, 2, tensor_parallel__method="auto"),
     "gathered input kept": tiny(1, 1, 2, tensor_parallel__save="gathered"),
     "split_dim 0": tiny(1, 1, 2, tensor_parallel__split_dim=0),
     "checkpointing, dropout": tiny(1, 1, 2, train__activation_checkpointing="full", model__dropout=0.2),

@@ -124,6 +124,14 @@ class Channel:
         sends = {peer: self.group.send([own], peer, HEADER_TAG) for peer in peers}
         return Headers(self, op, call, signature, theirs, receives, sends, own)
 
+    def check_same(self, op: str, signature: str, device: torch.device) -> None:
+        """PeerError unless every rank is at this very point; a call of its own, without payload."""
+        call = self.next_call()
+        if device.type == "cuda":
+            self.agree_on_device(op, call, signature, device)
+        else:
+            self.announce(op, call, signature).check()
+
     def agree_on_device(self, op: str, call: int, signature: str, device: torch.device) -> None:
         """The same over NCCL, where a look at the headers stalls the host: only for signatures not seen before.
 

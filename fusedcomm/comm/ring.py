@@ -18,7 +18,7 @@ up some while others travel. All the rest travels whole: fewer messages, larger 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 
@@ -96,6 +96,45 @@ def reduce_scatter_steps(rank: int, sizes: Sequence[int], num_chunks: int) -> tu
         for send, recv in _side_by_side(cut(sizes, dst, weights), cut(sizes, rank, weights)):
             steps.append(Step(distance, dst, send, src, recv))
     return tuple(steps)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of an all-reduce that are summed together: the partials' steps, and then those of the finished sums.
+
+    `own` are the rows that this rank sums up.
+    """
+
+    own: Chunk
+    scatter: tuple[Step, ...]
+    gather: tuple[Step, ...]
+
+
+def all_reduce_blocks(rank: int, world: int, rows: int, num_chunks: int) -> tuple[Block, ...]:
+    """The blocks of `rows` in the order in which they are to run: 1, 2, 3, 5, 9 of them for 1, 2, ... chunks.
+
+    Of several, the first and the last are half as large as the others, since nothing can hide the computing of the
+    one and the travelling of the other.
+    """
+    weights = (1,) if num_chunks == 1 else (1, *(2,) * (2 ** (num_chunks - 2) - 1), 1)
+    blocks = []
+    for block in cut((rows,), 0, weights):
+        sizes = chunk_sizes(block.rows, world)
+        start = block.start + sum(sizes[:rank])
+        scatter, gather = reduce_scatter_steps(rank, sizes, 1), all_gather_steps(rank, sizes, 1)
+        blocks.append(
+            Block(Chunk(rank, start, start + sizes[rank]), _moved(scatter, block.start), _moved(gather, block.start))
+        )
+    return tuple(blocks)
+
+
+def _moved(steps: Sequence[Step], by: int) -> tuple[Step, ...]:
+    """The same steps, for rows that begin at `by`."""
+
+    def moved(chunk: Chunk | None) -> Chunk | None:
+        return None if chunk is None else Chunk(chunk.owner, chunk.start + by, chunk.stop + by)
+
+    return tuple(replace(step, send=moved(step.send), recv=moved(step.recv)) for step in steps)
 
 
 def _side_by_side(sends: tuple[Chunk, ...], recvs: tuple[Chunk, ...]) -> Iterator[tuple[Chunk | None, Chunk | None]]:

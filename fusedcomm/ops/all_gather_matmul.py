@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, Literal
 
@@ -15,9 +16,9 @@ from torch.distributed import ProcessGroup
 from fusedcomm.comm.channel import group_named
 from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.ops.check import check_matrix_inputs, check_sizes, refusing, row_dim
-from fusedcomm.ops.chunked import Call, Gather, Scatter, flat
+from fusedcomm.ops.chunked import Call, Gather, Scatter, flat, run_by
 from fusedcomm.ops.wgrad import DeferWgrad, check_defer, local_linear
-from fusedcomm.tune.cost import choose
+from fusedcomm.tune.cost import check_method
 
 _OP = "all_gather_matmul"
 Activation = Literal["gelu", "silu", "swiglu"]
@@ -79,7 +80,7 @@ def all_gather_matmul(
         sizes = [rows] * world if sizes is None else [int(size) for size in sizes]
         check_sizes(_OP, sizes, world, group.rank(), shard=rows, full=None)
         check_defer(_OP, defer_wgrad)
-        choose(method, world=world, rows=1)
+        check_method(method)
         if save not in ("shard", "gathered"):
             raise ValueError(f"{_OP}: save={save!r} is unknown; use 'shard' or 'gathered'")
         if activation not in (None, "gelu", "silu", "swiglu"):
@@ -151,31 +152,31 @@ def _forward(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], cal
     return [x_full, *results]
 
 
-def _start_backward(
+def _backward(
     grads: Sequence[Tensor],
     grad_full: Tensor | None,
     saved: Tensor,
     weights: Sequence[Tensor],
-    call: Call,
+    group: ProcessGroup,
+    sizes: Sequence[int],
     save: str,
+    method: str,
     *,
     need_x: bool,
     need_w: bool,
-    keep: bool,
-) -> tuple[Gather | None, Scatter | None]:
-    """Let the input be gathered again, if `saved` is not the whole, and compute the partial `dx`.
-
-    Both are on their way when this returns: `gather.complete()` gives the input, `scatter.finish()` gives `dx`.
-    """
+    defer: bool,
+) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
+    """`(dx, [dw, ...], None)`, each if it is needed; with `defer` `(dx, [], x_full)`."""
     grads = [grad.contiguous() for grad in grads]
-    gather = None
-    if need_w and save == "shard":
-        again = Call(f"{_OP} backward gather", call.group, call.sizes, call.method)
-        gather = Gather(again, saved.contiguous(), keep=keep)
-    scatter = None
-    if need_x:
-        scatter = Scatter(call, saved.shape[1], saved.shape[2], saved)
-        for start, stop, out in scatter.chunks():
+    saved = saved.contiguous()
+
+    def run(call: Call) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
+        # First in the queue of what travels: it is needed first.
+        gather = (
+            Gather(replace(call, op=f"{call.op} gather"), saved, keep=defer) if need_w and save == "shard" else None
+        )
+        scatter = Scatter(call, saved.shape[1], saved.shape[2], saved) if need_x else None
+        for start, stop, out in scatter.chunks() if scatter is not None else ():
             with span("compute", f"{call.op} dx"):
                 matrix = out.flatten(0, 1)
                 torch.mm(flat(grads[0], start, stop), weights[0], out=matrix)
@@ -183,7 +184,14 @@ def _start_backward(
                     matrix.addmm_(flat(grad, start, stop), w)
                 if grad_full is not None:
                     out += grad_full[start:stop]
-    return gather, scatter
+        x_full = saved if gather is None else gather.complete()
+        dws = [_weight_gradient(grad, x_full) for grad in grads] if need_w and not defer else []
+        if gather is not None:
+            gather.release()
+        return None if scatter is None else scatter.finish(), dws, x_full if defer else None
+
+    features = [w.shape[0] for w in weights]
+    return run_by(method, f"{_OP} backward", group, sizes, saved, features, run)
 
 
 def _weight_gradient(grad: Tensor, x_full: Tensor) -> Tensor:
@@ -203,8 +211,17 @@ def _forward_op(
     return_gathered: bool,
 ) -> list[Tensor]:
     """`[x_full, y, ...]`; x_full is empty unless asked for, because checkpointing keeps whole lists of outputs."""
-    call = Call(_OP, group_named(group_name), tuple(sizes), method)
-    return _forward(x, weights, biases, call, keep=return_gathered or save == "gathered")
+    keep = return_gathered or save == "gathered"
+    features = [w.shape[0] for w in weights]
+    return run_by(
+        method,
+        _OP,
+        group_named(group_name),
+        sizes,
+        x,
+        features,
+        lambda call: _forward(x, weights, biases, call, keep=keep),
+    )
 
 
 @_forward_op.register_fake
@@ -228,16 +245,11 @@ def _backward_op(
     need_w: bool,
 ) -> list[Tensor]:
     """`[dx, dw, ...]`; an empty tensor where one is not needed."""
-    call = Call(f"{_OP} backward", group_named(group_name), tuple(sizes), method)
-    gather, scatter = _start_backward(
-        grads, grad_full, saved, weights, call, save, need_x=need_x, need_w=need_w, keep=False
+    group = group_named(group_name)
+    dx, dws, _ = _backward(
+        grads, grad_full, saved, weights, group, sizes, save, method, need_x=need_x, need_w=need_w, defer=False
     )
-    x_full = saved if gather is None else gather.complete()
-    dws = [_weight_gradient(grad, x_full) if need_w else saved.new_empty(0) for grad in grads]
-    if gather is not None:
-        gather.release()
-    dx = saved.new_empty(0) if scatter is None else scatter.finish()
-    return [dx, *dws]
+    return [saved.new_empty(0) if dx is None else dx, *(dws or [saved.new_empty(0) for _ in weights])]
 
 
 @_backward_op.register_fake
@@ -302,7 +314,7 @@ class _DeferredAllGatherMatmul(Function):
         biases = [t for t in weights_and_biases if t.dim() == 1]
         # Through the registered op, whose outputs selective checkpointing can keep.
         outputs = _forward_op(x, weights, biases, group.group_name, sizes, save, method, return_gathered)
-        ctx.call = Call(f"{_OP} backward", group, tuple(sizes), method)
+        ctx.group, ctx.sizes, ctx.method = group, sizes, method
         ctx.return_gathered = return_gathered
         ctx.save, ctx.defer_wgrad, ctx.weights, ctx.num_biases = save, defer_wgrad, weights, len(biases)
         ctx.save_for_backward(outputs[0] if save == "gathered" else x, *weights)
@@ -312,21 +324,22 @@ class _DeferredAllGatherMatmul(Function):
     def backward(ctx: Any, grad_full: Tensor, *grads: Tensor) -> Any:
         saved, *weights = ctx.saved_tensors
         need_w = any(w.requires_grad for w in ctx.weights)
-        gather, scatter = _start_backward(
+        dx, _, x_full = _backward(
             grads,
             grad_full if ctx.return_gathered else None,
             saved,
             weights,
-            ctx.call,
+            ctx.group,
+            ctx.sizes,
             ctx.save,
+            ctx.method,
             need_x=ctx.needs_input_grad[0],
             need_w=need_w,
-            keep=True,
+            defer=True,
         )
-        x_full = saved if gather is None else gather.complete()
+        assert x_full is not None
         for weight, grad in zip(ctx.weights, grads):
             if weight.requires_grad:
                 ctx.defer_wgrad(weight, lambda grad=grad: _weight_gradient(grad, x_full))
-        dx = None if scatter is None else scatter.finish()
         dbs = [grad.sum((0, 1)) for grad in grads[: ctx.num_biases]]
         return dx, None, None, None, None, None, None, *(None for _ in weights), *dbs

@@ -7,8 +7,9 @@ but hands all rows over at once: it is the baseline that overlap is measured aga
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,10 @@ from fusedcomm.comm.pool import STAGING
 from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.comm.ring import all_gather_steps, reduce_scatter_steps
 from fusedcomm.comm.transport import open_exchange
-from fusedcomm.tune.cost import Choice, choose
+from fusedcomm.tune.cache import tuner_of
+from fusedcomm.tune.cost import Choice
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -29,13 +33,13 @@ class Call:
     group: ProcessGroup
     # Rows per rank.
     sizes: tuple[int, ...]
-    method: str
+    choice: Choice
 
-    def signature(self, kind: str, choice: Choice, features: Sequence[int], dtype: torch.dtype) -> str:
+    def signature(self, kind: str, features: Sequence[int], dtype: torch.dtype) -> str:
         """What every rank must agree on, in words."""
         return (
             f"{self.op}: {kind} sizes={list(self.sizes)} of [rows, {features[0]}, {features[1]}] "
-            f"{str(dtype).removeprefix('torch.')} {choice.method} x{choice.num_chunks}"
+            f"{str(dtype).removeprefix('torch.')} {self.choice.method} x{self.choice.num_chunks}"
         )
 
     @property
@@ -50,6 +54,34 @@ class Call:
     def own(self) -> slice:
         start = sum(self.sizes[: self.rank])
         return slice(start, start + self.sizes[self.rank])
+
+
+def run_by(
+    method: str,
+    op: str,
+    group: ProcessGroup,
+    sizes: Sequence[int],
+    x: Tensor,
+    features: Sequence[int],
+    run: Callable[[Call], Result],
+) -> Result:
+    """Settle with the group how the call is to run, note that, and run it.
+
+    `x` `[rows, lead, K]` and `features`, the N of the GEMMs, tell calls of one kind from others.
+    """
+    rows = sum(sizes) * x.shape[1]
+    shapes = f"{list(sizes)} x {x.shape[1]} x {x.shape[2]} x {list(features)} {str(x.dtype).removeprefix('torch.')}"
+    sizes = tuple(sizes)
+    choice = tuner_of(group).choose(
+        op,
+        method,
+        rows=rows,
+        shapes=shapes,
+        device=x.device,
+        run=lambda choice: run(Call(op, group, sizes, choice)),
+    )
+    note_path(Path(op, choice.method, choice.num_chunks, choice.reason))
+    return run(Call(op, group, sizes, choice))
 
 
 def flat(tensor: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
@@ -67,18 +99,16 @@ class Gather:
 
     def __init__(self, call: Call, shard: Tensor, *, keep: bool) -> None:
         self.call = call
-        choice = choose(call.method, world=len(call.sizes), rows=call.rows * shard.shape[1])
-        note_path(Path(call.op, choice.method, choice.num_chunks, choice.reason))
-        self._serial = choice.method == "serial"
+        self._serial = call.choice.method == "serial"
         self._shard = shard
         shape = (call.rows, *shard.shape[1:])
         self._keep = keep
         self._full = shard.new_empty(shape) if keep else STAGING.take(shape, shard)
-        self._steps = all_gather_steps(call.rank, call.sizes, choice.num_chunks)
+        self._steps = all_gather_steps(call.rank, call.sizes, call.choice.num_chunks)
         self._exchange = open_exchange(
             call.group,
             call.op,
-            call.signature("gather", choice, shard.shape[1:], shard.dtype),
+            call.signature("gather", shard.shape[1:], shard.dtype),
             self._steps,
             [None if step.send is None else self._own(step.send.start, step.send.stop) for step in self._steps],
             [None if step.recv is None else self._full[step.recv.start : step.recv.stop] for step in self._steps],
@@ -139,11 +169,9 @@ class Scatter:
 
     def __init__(self, call: Call, lead: int, features: int, like: Tensor) -> None:
         self.call = call
-        choice = choose(call.method, world=len(call.sizes), rows=call.rows * lead)
-        note_path(Path(call.op, choice.method, choice.num_chunks, choice.reason))
-        self._serial = choice.method == "serial"
+        self._serial = call.choice.method == "serial"
         world, rank, own = len(call.sizes), call.rank, call.own
-        self._steps = reduce_scatter_steps(rank, call.sizes, choice.num_chunks)
+        self._steps = reduce_scatter_steps(rank, call.sizes, call.choice.num_chunks)
         # What leaves, laid out as the full tensor; the own rows' place in it stays unused but for `serial`.
         self._partial = STAGING.take((call.rows, lead, features), like)
         # By source rank: the summands of the own rows.
@@ -151,7 +179,7 @@ class Scatter:
         self._exchange = open_exchange(
             call.group,
             call.op,
-            call.signature("scatter", choice, (lead, features), like.dtype),
+            call.signature("scatter", (lead, features), like.dtype),
             self._steps,
             [None if s.send is None else self._partial[s.send.start : s.send.stop] for s in self._steps],
             [
@@ -193,14 +221,14 @@ class Scatter:
             if step.recv is not None and step.distance == last:
                 rows = slice(step.recv.start - offset, step.recv.stop - offset)
                 with span("compute", f"{self.call.op} sum"):
-                    _ordered_sum(self._summands[:, rows], bias, total[rows])
+                    ordered_sum(self._summands[:, rows], bias, total[rows])
         self._exchange.finish()
         STAGING.give(self._partial)
         STAGING.give(self._summands)
         return total
 
 
-def _ordered_sum(summands: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def ordered_sum(summands: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Sum over the first dimension into `out`, first to last, in at least fp32."""
     wide = torch.promote_types(summands.dtype, torch.float32)
     if wide == out.dtype:

@@ -15,9 +15,9 @@ from fusedcomm.comm.channel import group_named
 from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.ops.check import check_matrix_inputs, check_sizes, refusing, row_dim
-from fusedcomm.ops.chunked import Call, Gather, Scatter, flat
+from fusedcomm.ops.chunked import Call, Gather, Scatter, flat, run_by
 from fusedcomm.ops.wgrad import DeferWgrad, check_defer, local_linear
-from fusedcomm.tune.cost import choose
+from fusedcomm.tune.cost import check_method
 
 _OP = "matmul_reduce_scatter"
 
@@ -67,7 +67,7 @@ def matmul_reduce_scatter(
         sizes = list(chunk_sizes(rows, world)) if sizes is None else [int(size) for size in sizes]
         check_sizes(_OP, sizes, world, group.rank(), shard=None, full=rows)
         check_defer(_OP, defer_wgrad)
-        choose(method, world=world, rows=1)
+        check_method(method)
 
     front = x.movedim(dim, 0)
     lead = front.shape[1:-1]
@@ -93,31 +93,48 @@ def _forward(x: Tensor, w: Tensor, bias: Tensor | None, call: Call) -> Tensor:
 
 
 def _backward(
-    grad: Tensor, x: Tensor, w: Tensor, call: Call, *, need_x: bool, need_w: bool, keep: bool
-) -> tuple[Tensor | None, Tensor | None, Gather]:
-    """`(dx, dw, gather of dy)` from `grad [sizes[rank], lead, N]`; `dw` is summed over the chunks in at least fp32."""
-    gather = Gather(call, grad.contiguous(), keep=keep)
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
+    grad: Tensor,
+    x: Tensor,
+    w: Tensor,
+    group: ProcessGroup,
+    sizes: Sequence[int],
+    method: str,
+    *,
+    need_x: bool,
+    need_w: bool,
+    keep: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """`(dx, dw, dy_full)` from `grad [sizes[rank], lead, N]`, each if it is asked for.
+
+    `dw` is summed over the chunks in at least fp32.
+    """
+    grad = grad.contiguous()
     wide = torch.promote_types(w.dtype, torch.float32)
-    dw = w.new_zeros(w.shape, dtype=wide) if need_w else None
-    for start, stop, there in gather.chunks():
-        rows = flat(there)
-        with span("compute", call.op):
-            if dx is not None:
-                torch.mm(rows, w, out=flat(dx, start, stop))
-            if dw is not None:
-                if dw.dtype == x.dtype:
+
+    def run(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        gather = Gather(call, grad, keep=keep)
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
+        dw = w.new_zeros(w.shape, dtype=wide) if need_w else None
+        for start, stop, there in gather.chunks():
+            rows = flat(there)
+            with span("compute", call.op):
+                if dx is not None:
+                    torch.mm(rows, w, out=flat(dx, start, stop))
+                if dw is not None and dw.dtype == x.dtype:
                     dw.addmm_(rows.t(), flat(x, start, stop))
-                else:
+                elif dw is not None:
                     dw += rows.t() @ flat(x, start, stop)
-    return dx, None if dw is None else dw.to(w.dtype), gather
+        gather.release()
+        return dx, None if dw is None else dw.to(w.dtype), gather.full if keep else None
+
+    return run_by(method, f"{_OP} backward", group, sizes, grad, w.shape[1:], run)
 
 
 @torch.library.custom_op("fusedcomm::matmul_reduce_scatter", mutates_args=())
 def _forward_op(
     x: Tensor, w: Tensor, bias: Tensor | None, group_name: str, sizes: Sequence[int], method: str
 ) -> Tensor:
-    return _forward(x, w, bias, Call(_OP, group_named(group_name), tuple(sizes), method))
+    return run_by(method, _OP, group_named(group_name), sizes, x, w.shape[:1], lambda call: _forward(x, w, bias, call))
 
 
 @_forward_op.register_fake
@@ -137,9 +154,7 @@ def _backward_op(
     need_w: bool,
 ) -> list[Tensor]:
     """`[dx, dw]`; an empty tensor where one is not needed."""
-    call = Call(f"{_OP} backward", group_named(group_name), tuple(sizes), method)
-    dx, dw, gather = _backward(grad, x, w, call, need_x=need_x, need_w=need_w, keep=False)
-    gather.release()
+    dx, dw, _ = _backward(grad, x, w, group_named(group_name), sizes, method, need_x=need_x, need_w=need_w, keep=False)
     return [x.new_empty(0) if dx is None else dx, x.new_empty(0) if dw is None else dw]
 
 
@@ -181,7 +196,7 @@ class _DeferredMatmulReduceScatter(Function):
         method: str,
         defer_wgrad: DeferWgrad,
     ) -> Tensor:
-        ctx.call = Call(f"{_OP} backward", group, tuple(sizes), method)
+        ctx.group, ctx.sizes, ctx.method = group, sizes, method
         ctx.weight, ctx.defer_wgrad = w, defer_wgrad
         ctx.save_for_backward(x, w)
         # Through the registered op, whose output selective checkpointing can keep.
@@ -191,8 +206,11 @@ class _DeferredMatmulReduceScatter(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, w = ctx.saved_tensors
         need_x = ctx.needs_input_grad[0]
-        dx, _, gather = _backward(grad, x, w, ctx.call, need_x=need_x, need_w=False, keep=True)
+        dx, _, grad_full = _backward(
+            grad, x, w, ctx.group, ctx.sizes, ctx.method, need_x=need_x, need_w=False, keep=True
+        )
+        assert grad_full is not None
         if ctx.weight.requires_grad:
-            ctx.defer_wgrad(ctx.weight, lambda: flat(gather.full).t() @ flat(x))
+            ctx.defer_wgrad(ctx.weight, lambda: flat(grad_full).t() @ flat(x))
         db = grad.sum((0, 1)) if ctx.needs_input_grad[2] else None
         return dx, None, db, None, None, None, None

@@ -18,6 +18,9 @@ from torch.distributed import ProcessGroup
 from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.ops.check import check_sizes, refusing, row_dim
 from fusedcomm.ops.chunked import Call, Gather, Scatter
+from fusedcomm.tune.cost import Choice
+
+_NO_GEMM = Choice("chunked", 1, "nothing is multiplied")
 
 
 def all_gather(x: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
@@ -76,14 +79,14 @@ def all_to_all(
 
 def _gather_rows(x: Tensor, group: ProcessGroup, sizes: tuple[int, ...]) -> Tensor:
     rows = x.reshape(x.shape[0], prod(x.shape[1:-1]), x.shape[-1]).contiguous()
-    full = Gather(Call("all_gather", group, sizes, "chunked"), rows, keep=True).complete()
+    full = Gather(Call("all_gather", group, sizes, _NO_GEMM), rows, keep=True).complete()
     return full.view(sum(sizes), *x.shape[1:])
 
 
 def _scatter_rows(x: Tensor, group: ProcessGroup, sizes: tuple[int, ...]) -> Tensor:
     lead = prod(x.shape[1:-1])
     rows = x.reshape(x.shape[0], lead, x.shape[-1])
-    scatter = Scatter(Call("reduce_scatter", group, sizes, "chunked"), lead, x.shape[-1], x)
+    scatter = Scatter(Call("reduce_scatter", group, sizes, _NO_GEMM), lead, x.shape[-1], x)
     for start, stop, out in scatter.chunks():
         out.copy_(rows[start:stop])
     return scatter.finish().view(sizes[group.rank()], *x.shape[1:])
