@@ -35,3 +35,8 @@ def matmul_reduce_scatter(
     """The GEMM over the whole of K, its rows split by `sizes`."""
     y = F.linear(torch.cat(list(xs), -1), torch.cat(list(w_shards), 1), bias)
     return list(y.split(list(sizes), dim))
+
+
+def matmul_all_reduce(xs: Sequence[Tensor], w_shards: Sequence[Tensor], *, bias: Tensor | None = None) -> list[Tensor]:
+    """The GEMM over the whole of K, on every rank: one and the same tensor, to be differentiated once."""
+    return [F.linear(torch.cat(list(xs), -1), torch.cat(list(w_shards), 1), bias)] * len(xs)

@@ -10,12 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
 from test_ops import _equal
 
 from fusedcomm import all_gather_matmul, matmul_reduce_scatter
 from fusedcomm.comm.channel import channel_of
+from fusedcomm.tune import propose_sizes
 from fusedcomm.tune.cache import Tuner
 from fusedcomm.tune.cost import candidates, chunked
+from fusedcomm.tune.speed import proportional
 
 
 @pytest.mark.parametrize("rows", [1, 31, 64, 300, 4096, 10**6])
@@ -49,7 +53,7 @@ def run_tuner(rank, world, seconds, folder, kind):
         way = "serial" if choice.method == "serial" else choice.num_chunks
         time.sleep(seconds[rank].get(way, 0.03))
 
-    arguments = {"rows": 8192, "shapes": kind, "device": torch.device("cpu"), "run": run}
+    arguments = {"rows": 8192, "shapes": kind, "local": "", "device": torch.device("cpu"), "run": run}
     first = tuner.choose("op", "auto", **arguments)
     num_timed = len(runs)
     assert tuner.choose("op", "auto", **arguments) == first
@@ -119,3 +123,33 @@ def test_every_choice_moves_the_same_bits_and_repeats_itself(world):
             assert torch.equal(full, serial[1])
             torch.testing.assert_close(y, serial[0], rtol=1e-5, atol=1e-4)
             torch.testing.assert_close(z, serial[2], rtol=1e-5, atol=1e-3)
+
+
+def run_uneven(rank, world):
+    # Rank 1 multiplies twice as many rows in the measurement, so it is about half as fast.
+    x, w = torch.randn(256 * (1 + rank), 512), torch.randn(512, 512)
+    sizes = propose_sizes(96, x, w, group=dist.group.WORLD, multiple=8)
+    # The layers' weights cut by it give what even shares give.
+    generator = torch.Generator().manual_seed(0)
+    up, down = torch.randn(96, 24, generator=generator), torch.randn(24, 96, generator=generator)
+    x = torch.randn(10, 24, generator=generator)
+    h = all_gather_matmul(x.chunk(world)[rank], up.split(sizes)[rank], group=dist.group.WORLD)
+    z = matmul_reduce_scatter(h, down.split(sizes, 1)[rank], group=dist.group.WORLD)
+    return sizes, z, ((x @ up.t()) @ down.t()).chunk(world)[rank]
+
+
+def test_a_slow_rank_gets_a_smaller_share():
+    results = run_ranks(2, run_uneven)
+    assert results[0][0] == results[1][0]
+    for sizes, z, expected in results:
+        assert sum(sizes) == 96
+        assert all(size % 8 == 0 for size in sizes)
+        assert sizes[0] > sizes[1]
+        torch.testing.assert_close(z, expected, rtol=1e-4, atol=1e-3)
+
+
+@given(st.integers(0, 1000), st.lists(st.floats(0.01, 100), min_size=1, max_size=8))
+def test_shares_are_whole_and_proportional(total, weights):
+    sizes = proportional(total, weights)
+    assert sum(sizes) == total
+    assert all(abs(size - total * weight / sum(weights)) < 1 for size, weight in zip(sizes, weights))

@@ -13,6 +13,9 @@ A shard is cut into chunks only where that shortens the whole. Nothing can hide 
 arrive, nor of the first rows to leave: an all-gather cuts the last distance's shard into ever smaller chunks, a
 reduce-scatter the first distance's into ever larger ones, and its last one's into equal ones, so that the owner adds
 up some while others travel. All the rest travels whole: fewer messages, larger GEMMs.
+
+An all-reduce is both, block by block: while the rows of a block are computed, partial sums of the block before travel
+to their owners, and finished sums from there to everybody.
 """
 
 from __future__ import annotations

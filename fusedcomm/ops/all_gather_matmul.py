@@ -191,7 +191,7 @@ def _backward(
         return None if scatter is None else scatter.finish(), dws, x_full if defer else None
 
     features = [w.shape[0] for w in weights]
-    return run_by(method, f"{_OP} backward", group, sizes, saved, features, run)
+    return run_by(method, f"{_OP} backward", group, sizes, saved, saved.shape[1:], features, run)
 
 
 def _weight_gradient(grad: Tensor, x_full: Tensor) -> Tensor:
@@ -219,6 +219,7 @@ def _forward_op(
         group_named(group_name),
         sizes,
         x,
+        x.shape[1:],
         features,
         lambda call: _forward(x, weights, biases, call, keep=keep),
     )

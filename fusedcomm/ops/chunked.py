@@ -61,23 +61,26 @@ def run_by(
     op: str,
     group: ProcessGroup,
     sizes: Sequence[int],
-    x: Tensor,
-    features: Sequence[int],
+    like: Tensor,
+    travel: Sequence[int],
+    local: Sequence[int],
     run: Callable[[Call], Result],
 ) -> Result:
     """Settle with the group how the call is to run, note that, and run it.
 
-    `x` `[rows, lead, K]` and `features`, the N of the GEMMs, tell calls of one kind from others.
+    What travels is `[rows, *travel]`, of `like`'s dtype; `local` are the GEMMs' other features, which may differ from
+    rank to rank.
     """
-    rows = sum(sizes) * x.shape[1]
-    shapes = f"{list(sizes)} x {x.shape[1]} x {x.shape[2]} x {list(features)} {str(x.dtype).removeprefix('torch.')}"
+    rows = sum(sizes) * travel[0]
+    shapes = f"{list(sizes)} x {list(travel)} {str(like.dtype).removeprefix('torch.')}"
     sizes = tuple(sizes)
     choice = tuner_of(group).choose(
         op,
         method,
         rows=rows,
         shapes=shapes,
-        device=x.device,
+        local=str(list(local)),
+        device=like.device,
         run=lambda choice: run(Call(op, group, sizes, choice)),
     )
     note_path(Path(op, choice.method, choice.num_chunks, choice.reason))

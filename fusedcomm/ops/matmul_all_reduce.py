@@ -183,9 +183,7 @@ def _forward(x: Tensor, w: Tensor, bias: Tensor | None, call: Call) -> Tensor:
 def _forward_op(x: Tensor, w: Tensor, bias: Tensor | None, group_name: str, method: str) -> Tensor:
     group = group_named(group_name)
     sizes = chunk_sizes(x.shape[0], group.size())
-    return run_by(
-        method, _OP, group, sizes, x.unsqueeze(1), w.shape[:1], lambda call: _forward(x, w, bias, call)
-    )
+    return run_by(method, _OP, group, sizes, x, (1, w.shape[0]), w.shape[1:], lambda call: _forward(x, w, bias, call))
 
 
 @_forward_op.register_fake

@@ -127,14 +127,15 @@ def _backward(
         gather.release()
         return dx, None if dw is None else dw.to(w.dtype), gather.full if keep else None
 
-    return run_by(method, f"{_OP} backward", group, sizes, grad, w.shape[1:], run)
+    return run_by(method, f"{_OP} backward", group, sizes, grad, grad.shape[1:], w.shape[1:], run)
 
 
 @torch.library.custom_op("fusedcomm::matmul_reduce_scatter", mutates_args=())
 def _forward_op(
     x: Tensor, w: Tensor, bias: Tensor | None, group_name: str, sizes: Sequence[int], method: str
 ) -> Tensor:
-    return run_by(method, _OP, group_named(group_name), sizes, x, w.shape[:1], lambda call: _forward(x, w, bias, call))
+    group, travel = group_named(group_name), (x.shape[1], w.shape[0])
+    return run_by(method, _OP, group, sizes, x, travel, w.shape[1:], lambda call: _forward(x, w, bias, call))
 
 
 @_forward_op.register_fake

@@ -53,13 +53,15 @@ class Tuner:
         *,
         rows: int,
         shapes: str,
+        local: str,
         device: torch.device,
         run: Callable[[Choice], object],
     ) -> Choice:
-        """How this call is to run; every rank of the group calls it with the same arguments.
+        """How this call is to run; every rank of the group calls it.
 
-        `rows` are those of the GEMM, `shapes` says what else makes a call of one kind, and `run` does the whole op in
-        a given way; it is called only when the candidates have to be timed.
+        `rows` are those of the GEMM; `shapes`, which must be the same on all ranks, and `local`, which need not, say
+        what makes a call of one kind. `run` does the whole op in a given way; it is called only when the candidates
+        have to be timed.
         """
         check_method(method)
         world = self._channel.world
@@ -72,16 +74,16 @@ class Tuner:
             return options[0]
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return chunked("a graph is captured: nothing can be timed", world=world, rows=rows)
-        key = f"{op} {shapes}"
+        key = f"{op} {shapes}, {local}"
         if key not in self._known:
-            self._known[key] = self._agree(op, key, options, device, run)
+            # A peer that calls something else must be found before the collectives to come, which would hang.
+            self._channel.check_same(op, f"{op}: auto, {shapes}", device)
+            self._known[key] = self._agree(key, options, device, run)
         return self._known[key]
 
     def _agree(
-        self, op: str, key: str, options: Sequence[Choice], device: torch.device, run: Callable[[Choice], object]
+        self, key: str, options: Sequence[Choice], device: torch.device, run: Callable[[Choice], object]
     ) -> Choice:
-        # A peer that calls something else must be found before the collectives below, which would hang.
-        self._channel.check_same(op, f"{op}: auto, {key}", device)
         if self._link is None:
             self._link = self._measure_link(device)
         path = _cache_path(f"{key}; hosts {self._link.hosts}")
