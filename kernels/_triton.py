@@ -9,10 +9,12 @@ if TYPE_CHECKING:
 
     # Its annotations know neither launches nor what a kernel returns.
     triton: Any = None
+    TensorDescriptor: Any = None
 else:
     try:
         import triton
         import triton.language as tl
+        from triton.tools.tensor_descriptor import TensorDescriptor
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "fusedcomm.kernels: Triton is not installed; the kernels need it (Linux: pip install triton); "
@@ -24,4 +26,4 @@ else:
 # imported.
 INTERPRETED = not isinstance(tl.cdiv, triton.JITFunction)
 
-__all__ = ["INTERPRETED", "tl", "triton"]
+__all__ = ["INTERPRETED", "TensorDescriptor", "tl", "triton"]

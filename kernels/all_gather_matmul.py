@@ -2,53 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from fusedcomm.kernels.checks import check_matmul, check_words
 from fusedcomm.kernels.config import GemmConfig
+from fusedcomm.kernels.epilogue import NOTHING, Epilogue
 from fusedcomm.kernels.flags import Chunks
-from fusedcomm.kernels.gemm import launch
+from fusedcomm.kernels.gemm import Loads, launch
 
 
 def all_gather_matmul(
     x_full: Tensor,
-    w: Tensor,
+    w: Tensor | Sequence[Tensor],
     y: Tensor,
     *,
     chunks: Chunks,
     status: Tensor,
-    max_polls: int,
+    timeout_us: int,
     config: GemmConfig,
     num_programs: int,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-) -> None:
-    """Writes `activation(x_full @ w.T + bias)` into `y`, each tile once the chunks of its rows are here.
+    epilogue: Epilogue = NOTHING,
+) -> Loads:
+    """Writes `activation(x_full @ w.T + bias) + residual` into `y`, each tile once the chunks of its rows are here.
 
     x_full [M, K]: our own rows are there and flagged, those of peers arrive while the kernel runs, in any
-    order, best rank+1, rank+2, ... w [N, K] is this rank's share of N; y [M, N]; bias [N].
+    order, best rank+1, rank+2, ... w [N, K], or up to three weights, is this rank's share of N; y [M, N].
 
-    A tile waits for every chunk that it touches, and polls each flag at most `max_polls` times. If one does
-    not come, the kernel records it in `status` ([4] int32, zero before; `read_status`), does no more tiles
-    and ends: `y` is void then. Raises ValueError on tensors that do not fit together.
+    A tile waits for every chunk that it touches, for each at most `timeout_us` (on NVIDIA's clock; elsewhere that
+    many polls). If one does not come, the kernel records it in `status` ([4] int32, zero before; `read_status`),
+    does no more tiles and ends: `y` is void then. Raises ValueError on tensors that do not fit together.
 
     Source: Flux (Chang et al., 2024) and the fused kernels of Triton-distributed.
     """
     op = "all_gather_matmul"
-    check_matmul(op, x_full, w, y, bias=bias, activation=activation, num_programs=num_programs)
+    weights = check_matmul(op, x_full, w, y, epilogue=epilogue, num_programs=num_programs)
     chunks.check(op, x_full.shape[0], x_full.device)
     check_words(op, "status", status, 4, x_full.device)
-    if max_polls < 1:
-        raise ValueError(f"{op}: max_polls={max_polls}; must be at least 1")
-    launch(
+    # The kernel counts in 32 bits.
+    if not 1 <= timeout_us < 2**31:
+        raise ValueError(f"{op}: timeout_us={timeout_us}; must be 1 to {2**31 - 1}")
+    return launch(
         x_full,
-        w,
+        weights,
         y,
-        bias=bias,
-        activation=activation,
+        epilogue=epilogue,
         config=config,
         num_programs=num_programs,
         chunks=chunks,
         status=status,
-        max_polls=max_polls,
+        timeout_us=timeout_us,
     )

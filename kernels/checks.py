@@ -2,49 +2,96 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from fusedcomm.kernels._triton import INTERPRETED
 
+if TYPE_CHECKING:
+    from fusedcomm.kernels.epilogue import Epilogue
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ACTIVATIONS = (None, "gelu", "silu")
+FP8 = torch.float8_e4m3fn
+# The first chip of NVIDIA's that multiplies fp8.
+_FP8_CAPABILITY = (8, 9)
+MAX_WEIGHTS = 3
 
 
 def check_matmul(
-    op: str,
-    x: Tensor,
-    w: Tensor,
-    y: Tensor,
-    *,
-    num_programs: int,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-) -> None:
-    """Raises unless `y = activation(x @ w.T + bias)` is something that the kernel can do."""
-    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
-        raise ValueError(f"{op}: x is {tuple(x.shape)} and w is {tuple(w.shape)}; must be [M, K] and [N, K] with one K")
-    if y.shape != (x.shape[0], w.shape[0]):
+    op: str, x: Tensor, w: Tensor | Sequence[Tensor], y: Tensor, *, num_programs: int, epilogue: Epilogue
+) -> tuple[Tensor, ...]:
+    """Raises unless `y = epilogue(x @ w.T)` is something that the kernel can do; returns the weights."""
+    weights = (w,) if isinstance(w, Tensor) else tuple(w)
+    if not 1 <= len(weights) <= MAX_WEIGHTS:
+        raise ValueError(f"{op}: {len(weights)} weights; must be 1 to {MAX_WEIGHTS} in one launch: use several")
+    for weight in weights:
+        _check_weight(op, x, weight, weights[0])
+    columns = sum(len(weight) for weight in weights)
+    N = columns
+    if epilogue.activation == "swiglu":
+        N = len(weights[0])
+        if columns != len(weights) * N:
+            raise ValueError(
+                f"{op}: gate and up have {' and '.join(str(len(weight)) for weight in weights)} rows; "
+                "must be equally many"
+            )
+    if y.shape != (x.shape[0], N):
         raise ValueError(
-            f"{op}: the output is {tuple(y.shape)} for x {tuple(x.shape)} and w {tuple(w.shape)}; "
-            f"must be [M, N] = ({x.shape[0]}, {w.shape[0]})"
+            f"{op}: the output is {tuple(y.shape)} for x {tuple(x.shape)} and w "
+            f"{', '.join(str(tuple(weight.shape)) for weight in weights)}; must be [M, N] = ({x.shape[0]}, {N})"
         )
-    if w.dtype != x.dtype:
-        raise ValueError(f"{op}: x is {x.dtype} and w is {w.dtype}; must be of one type: cast one of them")
-    check_dtypes(op, x=x, output=y, bias=bias)
-    check_bias(op, bias, w.shape[0])
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{op}: activation={activation!r}; must be one of {ACTIVATIONS}")
+    check_dtypes(op, output=y)
+    check_device(op, x, *weights, y, *epilogue.tensors)
+    if x.dtype == FP8:
+        _check_fp8(op, x.device)
+    else:
+        check_dtypes(op, x=x)
+    epilogue.check(op, x.shape[0], columns, len(weights), fp8=x.dtype == FP8, y=y)
     if num_programs < 1:
         raise ValueError(f"{op}: num_programs={num_programs}; must be at least 1")
-    check_device(op, x, w, y, bias)
+    return weights
 
 
-def check_bias(op: str, bias: Tensor | None, columns: int) -> None:
-    if bias is not None and (bias.shape != (columns,) or not bias.is_contiguous()):
+def _check_weight(op: str, x: Tensor, w: Tensor, first: Tensor) -> None:
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
+        raise ValueError(f"{op}: x is {tuple(x.shape)} and w is {tuple(w.shape)}; must be [M, K] and [N, K] with one K")
+    if w.dtype != x.dtype:
+        raise ValueError(f"{op}: x is {x.dtype} and w is {w.dtype}; must be of one type: cast one of them")
+    if w.stride() != first.stride():
         raise ValueError(
-            f"{op}: bias is {tuple(bias.shape)} with strides {bias.stride()}; must be [N] = ({columns},), contiguous"
+            f"{op}: weights have strides {first.stride()} and {w.stride()}; must be equal: copy one of them"
         )
+
+
+def _check_fp8(op: str, device: torch.device) -> None:
+    if INTERPRETED:
+        return
+    if torch.version.hip or torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        raise ValueError(
+            f"{op}: x is {FP8}, which {torch.cuda.get_device_name(device)} does not multiply (sm_89 and later do); "
+            "use bfloat16"
+        )
+
+
+def check_vector(op: str, name: str, vector: Tensor | None, letter: str, length: int) -> None:
+    if vector is not None and (vector.shape != (length,) or not vector.is_contiguous()):
+        raise ValueError(
+            f"{op}: {name} is {tuple(vector.shape)} with strides {vector.stride()}; must be "
+            f"[{letter}] = ({length},), contiguous"
+        )
+
+
+def check_scale(op: str, name: str, scale: Tensor | None, letter: str, length: int, *, fp8: bool) -> None:
+    """Raises unless fp8 operands have scales, and others have none."""
+    if (scale is not None) != fp8:
+        have = "has none" if scale is None else "has one"
+        raise ValueError(f"{op}: {name} goes with fp8 operands and only with them; this product {have}")
+    check_vector(op, name, scale, letter, length)
+    if scale is not None and scale.dtype != torch.float32:
+        raise ValueError(f"{op}: {name} is {scale.dtype}; must be float32")
 
 
 def check_dtypes(op: str, **tensors: Tensor | None) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedcomm.kernels._triton import tl, triton
+from fusedcomm.kernels._triton import INTERPRETED, tl, triton
 from fusedcomm.kernels.checks import check_words
 from fusedcomm.kernels.tile_order import chunks_touched
 
@@ -84,9 +84,29 @@ def read_status(status: Tensor) -> Timeout | None:
     return None if name is None else Timeout(name, rank, chunk, epoch)
 
 
+# The interpreter has no inline assembly, and AMD's GPUs have another: there a poll counts for a microsecond.
+HAS_CLOCK = not INTERPRETED and torch.version.hip is None
+
+
 @triton.jit
-def wait(flag_ptr, epoch, max_polls):
-    """Polls until the flag is not behind `epoch`, at most `max_polls` times; returns whether it got there.
+def clock_ns():
+    """The GPU's wall clock, after a pause in which a spinning program leaves memory to those that move data."""
+    return tl.inline_asm_elementwise(
+        "nanosleep.u32 40; mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def fence_for_tma():
+    # Orders loads through TMA descriptors, which another unit does, after the acquire that this thread did.
+    tl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def wait(flag_ptr, epoch, timeout_us, CLOCK: tl.constexpr):
+    """Polls until the flag is not behind `epoch`, at most for `timeout_us`; returns whether it got there.
 
     After True every thread of this program sees what the publisher wrote before it raised the flag.
     """
@@ -94,10 +114,18 @@ def wait(flag_ptr, epoch, max_polls):
     # be a copy engine, another GPU or another process. Adding nothing is Triton's way to spell an acquiring
     # load; one thread does it, and a barrier hands it on to the others. Like epochs, the difference wraps.
     ahead = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") - epoch
-    polls = 1
-    while (ahead < 0) & (polls < max_polls):
-        ahead = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") - epoch
-        polls += 1
+    if CLOCK:
+        # What is here already costs no look at the clock.
+        if ahead < 0:
+            start_ns = clock_ns()
+            limit_ns = timeout_us.to(tl.int64) * 1000
+            while (ahead < 0) & (clock_ns() - start_ns < limit_ns):
+                ahead = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") - epoch
+    else:
+        polls = 1
+        while (ahead < 0) & (polls < timeout_us):
+            ahead = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") - epoch
+            polls += 1
     return ahead >= 0
 
 
@@ -142,9 +170,11 @@ def wait_for_rows(
     row_end,
     num_chunks,
     world,
-    max_polls,
+    timeout_us,
     OP: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
+    TMA: tl.constexpr,
+    CLOCK: tl.constexpr,
 ):
     """Waits for every chunk that holds some of the rows; returns whether all came, and records a failure."""
     first, end = chunks_touched(chunk_starts_ptr, num_chunks, row_begin, row_end, MAX_CHUNKS)
@@ -152,9 +182,11 @@ def wait_for_rows(
     for chunk in range(first, end):
         has_rows = tl.load(chunk_starts_ptr + chunk) < tl.load(chunk_starts_ptr + chunk + 1)
         if arrived & has_rows:
-            arrived = wait(flags_ptr + chunk, epoch, max_polls)
+            arrived = wait(flags_ptr + chunk, epoch, timeout_us, CLOCK)
             if not arrived:
                 record_timeout(status_ptr, OP, chunk // (num_chunks // world), chunk, epoch)
+    if TMA and CLOCK:
+        fence_for_tma()
     return arrived
 
 

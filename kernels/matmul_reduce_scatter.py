@@ -6,8 +6,9 @@ from torch import Tensor
 
 from fusedcomm.kernels.checks import check_matmul, check_words
 from fusedcomm.kernels.config import GemmConfig
+from fusedcomm.kernels.epilogue import Epilogue
 from fusedcomm.kernels.flags import Chunks
-from fusedcomm.kernels.gemm import launch
+from fusedcomm.kernels.gemm import Loads, launch
 
 
 def matmul_reduce_scatter(
@@ -19,12 +20,16 @@ def matmul_reduce_scatter(
     counters: Tensor,
     config: GemmConfig,
     num_programs: int,
-) -> None:
+    x_scale: Tensor | None = None,
+    w_scale: Tensor | None = None,
+) -> Loads:
     """Writes our partial sum `x @ w.T` into `y_partial`, and publishes each chunk's flag when it is done.
 
     x [M, K] and w [N, K], this rank's share of K; y_partial [M, N]. The chunks of rank+1 are computed first,
     then those of rank+2, ..., our own last. Whoever acquires a chunk's flag at `chunks.epoch` may send its
     rows to their owner, who adds the partial sums of all ranks and the bias (`reduce`).
+
+    Scales [M] and [N] go with fp8 operands.
 
     `counters` [number of chunks] int32 are zero before and after. Raises ValueError on tensors that do not
     fit together.
@@ -32,7 +37,17 @@ def matmul_reduce_scatter(
     Source: Flux (Chang et al., 2024) and the fused kernels of Triton-distributed.
     """
     op = "matmul_reduce_scatter"
-    check_matmul(op, x, w, y_partial, num_programs=num_programs)
+    epilogue = Epilogue(x_scale=x_scale, w_scale=w_scale)
+    weights = check_matmul(op, x, w, y_partial, epilogue=epilogue, num_programs=num_programs)
     chunks.check(op, x.shape[0], x.device)
     check_words(op, "counters", counters, chunks.num_chunks, x.device)
-    launch(x, w, y_partial, config=config, num_programs=num_programs, chunks=chunks, counters=counters)
+    return launch(
+        x,
+        weights,
+        y_partial,
+        epilogue=epilogue,
+        config=config,
+        num_programs=num_programs,
+        chunks=chunks,
+        counters=counters,
+    )

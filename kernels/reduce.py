@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fusedcomm.kernels._triton import tl, triton
-from fusedcomm.kernels.checks import check_bias, check_device, check_dtypes
+from fusedcomm.kernels.checks import check_device, check_dtypes, check_vector
 
 TILE_M = 32
 TILE_N = 128
@@ -53,7 +53,7 @@ def reduce(partials: Tensor, y: Tensor, *, bias: Tensor | None = None) -> None:
             "[W, rows, N] with W at least 1, and [rows, N]"
         )
     check_dtypes("reduce", partials=partials, output=y, bias=bias)
-    check_bias("reduce", bias, y.shape[1])
+    check_vector("reduce", "bias", bias, "N", y.shape[1])
     check_device("reduce", partials, y, bias)
     world, M, N = partials.shape
     if not M or not N:

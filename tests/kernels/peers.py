@@ -31,7 +31,7 @@ def make_chunks(rank: int, sizes: Sequence[int], pieces: int = 1, starts_dtype: 
     """Every rank's rows in `pieces` chunks, some of them empty where rows are few; in shared memory."""
     lengths = [
         length
-        for shard in cut(sizes, pieces)
+        for shard in (cut(sizes, owner, [1] * pieces) for owner in range(len(sizes)))
         for length in [*(chunk.rows for chunk in shard), *[0] * (pieces - len(shard))]
     ]
     return Chunks(
@@ -80,13 +80,13 @@ def publish_kernel(flag_ptr, epoch_ptr):
 
 
 @triton.jit
-def poll_kernel(flag_ptr, epoch_ptr, max_polls, arrived_ptr):
-    tl.store(arrived_ptr, wait(flag_ptr, tl.load(epoch_ptr), max_polls).to(tl.int32))
+def poll_kernel(flag_ptr, epoch_ptr, timeout_us, arrived_ptr):
+    tl.store(arrived_ptr, wait(flag_ptr, tl.load(epoch_ptr), timeout_us, CLOCK=False).to(tl.int32))
 
 
-def has_arrived(chunks: Chunks, chunk: int, max_polls: int = 1) -> bool:
+def has_arrived(chunks: Chunks, chunk: int, timeout_us: int = 1) -> bool:
     arrived = torch.empty(1, dtype=torch.int32)
-    poll_kernel[(1,)](chunks.flags[chunk:], chunks.epoch, max_polls, arrived)
+    poll_kernel[(1,)](chunks.flags[chunk:], chunks.epoch, timeout_us, arrived)
     return bool(arrived)
 
 

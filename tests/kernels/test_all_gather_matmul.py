@@ -22,6 +22,7 @@ from peers import (
 from torch.nn.functional import linear, silu
 
 from fusedcomm.kernels.all_gather_matmul import all_gather_matmul
+from fusedcomm.kernels.epilogue import Epilogue
 from fusedcomm.kernels.flags import Timeout, read_status
 
 TIMES = {torch.float32: 2.0, torch.float16: 2.0, torch.bfloat16: 3.0}
@@ -62,7 +63,14 @@ def test_all_gather_matmul_matches_reference_whenever_rows_arrive(rank, sizes, p
         y = poisoned(rows, 45, dtype=dtype)
         with peer(push_chunks, x, x_full, chunks, [(chunk, 0.05) for chunk in order]):
             all_gather_matmul(
-                x_full, w, y, chunks=chunks, status=status, max_polls=MANY_POLLS, bias=bias, activation="silu", **GRID
+                x_full,
+                w,
+                y,
+                chunks=chunks,
+                status=status,
+                timeout_us=MANY_POLLS,
+                epilogue=Epilogue(bias, "silu"),
+                **GRID,
             )
         assert read_status(status) is None
         assert torch.equal(x_full, x)
@@ -85,7 +93,7 @@ def test_all_gather_matmul_computes_every_tile_of_any_shape(sizes, pieces, shape
     chunks = make_chunks(rank, sizes, pieces, starts_dtype)
     x, w = torch.randn(sum(sizes), depth), torch.randn(columns, depth)
     y, status = poisoned(sum(sizes), columns, dtype=torch.float32), new_status()
-    all_gather_matmul(x, w, y, chunks=chunks, status=status, max_polls=1, config=CONFIG, num_programs=num_programs)
+    all_gather_matmul(x, w, y, chunks=chunks, status=status, timeout_us=1, config=CONFIG, num_programs=num_programs)
     assert_as_accurate(y, linear(x.double(), w.double()), linear(x, w))
 
 
@@ -101,7 +109,7 @@ def test_all_gather_matmul_waits_for_every_chunk_that_a_tile_touches(missing):
     chunks.flags[missing] = 2
     x, w = torch.randn(sum(STRADDLING), 8), torch.randn(20, 8)
     y, status = poisoned(sum(STRADDLING), 20, dtype=torch.float32), new_status()
-    all_gather_matmul(x, w, y, chunks=chunks, status=status, max_polls=5, **GRID)
+    all_gather_matmul(x, w, y, chunks=chunks, status=status, timeout_us=5, **GRID)
     assert read_status(status) == Timeout("all_gather_matmul", rank=missing, chunk=missing, epoch=3)
     rows = rows_of(chunks, missing)
     assert y[rows.start // 32 * 32 : -(-rows.stop // 32) * 32].isnan().all()
@@ -116,7 +124,7 @@ def test_all_gather_matmul_begins_with_own_rows_and_goes_on_round_the_ring():
     for arrived, waited in [(4, 5), (5, 6), (6, 7), (7, 0), (0, 1), (1, 2), (2, 3)]:
         chunks.flags[arrived] = 1
         y, status = poisoned(sum(sizes), 40, dtype=torch.float32), new_status()
-        all_gather_matmul(x, w, y, chunks=chunks, status=status, max_polls=1, config=CONFIG, num_programs=1)
+        all_gather_matmul(x, w, y, chunks=chunks, status=status, timeout_us=1, config=CONFIG, num_programs=1)
         assert read_status(status) == Timeout("all_gather_matmul", rank=waited // 2, chunk=waited, epoch=1)
 
 
@@ -126,14 +134,14 @@ def test_all_gather_matmul_does_nothing_after_a_timeout_until_it_is_cleared():
     chunks.flags[0] = 1
     x, w = torch.randn(64, 8), torch.randn(20, 8)
     y, status = poisoned(64, 20, dtype=torch.float32), new_status()
-    all_gather_matmul(x, w, y, chunks=chunks, status=status, max_polls=1, **GRID)
+    all_gather_matmul(x, w, y, chunks=chunks, status=status, timeout_us=1, **GRID)
     assert read_status(status) == Timeout("all_gather_matmul", rank=1, chunk=1, epoch=1)
     chunks.flags[1] = 1
     y.fill_(float("nan"))
-    all_gather_matmul(x, w, y, chunks=chunks, status=status, max_polls=1, **GRID)
+    all_gather_matmul(x, w, y, chunks=chunks, status=status, timeout_us=1, **GRID)
     assert y.isnan().all()
     status.zero_()
-    all_gather_matmul(x, w, y, chunks=chunks, status=status, max_polls=1, **GRID)
+    all_gather_matmul(x, w, y, chunks=chunks, status=status, timeout_us=1, **GRID)
     assert_as_accurate(y, linear(x.double(), w.double()), linear(x, w))
 
 
@@ -143,11 +151,11 @@ def test_all_gather_matmul_does_nothing_after_a_timeout_until_it_is_cleared():
         ({"x_full": torch.zeros(9, 3), "y": torch.zeros(9, 5)}, r"starts are \[0, 4, 8\]; must ascend from 0 to .*, 9"),
         ({"w": torch.zeros(5, 4)}, r"x is \(8, 3\) and w is \(5, 4\)"),
         ({"status": torch.zeros(3, dtype=torch.int32)}, r"status is torch.int32 \(3,\)"),
-        ({"max_polls": 0}, "max_polls=0; must be at least 1"),
+        ({"timeout_us": 0}, "timeout_us=0; must be 1 to"),
     ],
 )
 def test_all_gather_matmul_rejects_what_does_not_fit(changes, message):
     arguments = {"x_full": torch.zeros(8, 3), "w": torch.zeros(5, 3), "y": torch.zeros(8, 5), "status": new_status()}
-    arguments |= {"chunks": make_chunks(0, [4, 4]), "max_polls": 1, **GRID}
+    arguments |= {"chunks": make_chunks(0, [4, 4]), "timeout_us": 1, **GRID}
     with pytest.raises(ValueError, match="all_gather_matmul: .*" + message):
         all_gather_matmul(**(arguments | changes))

@@ -26,7 +26,7 @@ def test_wait_compares_epochs_modulo_2_to_32(flag, epoch, arrived):
     chunks = make_chunks(0, [1])
     chunks.flags.fill_(flag)
     chunks.epoch.fill_(epoch)
-    assert has_arrived(chunks, 0, max_polls=3) is arrived
+    assert has_arrived(chunks, 0, timeout_us=3) is arrived
 
 
 def test_publish_raises_one_flag():

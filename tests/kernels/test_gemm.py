@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear, silu
 
 from fusedcomm.kernels.config import GemmConfig
+from fusedcomm.kernels.epilogue import Epilogue
 from fusedcomm.kernels.gemm import gemm
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -22,7 +23,7 @@ def check_gemm(
     x: Tensor, w: Tensor, *, bias: Tensor | None = None, activation: str | None = None, num_programs: int = 3
 ):
     y = poisoned(x.shape[0], w.shape[0], dtype=x.dtype)
-    gemm(x, w, y, config=CONFIG, num_programs=num_programs, bias=bias, activation=activation)
+    gemm(x, w, y, config=CONFIG, num_programs=num_programs, epilogue=Epilogue(bias, activation))
     apply = ACTIVATIONS[activation]
     reference = apply(linear(x.double(), w.double(), None if bias is None else bias.double()))
     assert_as_accurate(y, reference, apply(linear(x, w, bias)), times=TIMES[x.dtype], name="y")
@@ -84,7 +85,7 @@ def test_gemm_stores_another_dtype_than_it_reads():
     generator = torch.Generator().manual_seed(3)
     x, w = (torch.randn(33, 40, generator=generator).bfloat16() for _ in range(2))
     y = poisoned(33, 33, dtype=torch.float32)
-    gemm(x, w, y, config=CONFIG, num_programs=1, bias=torch.ones(33))
+    gemm(x, w, y, config=CONFIG, num_programs=1, epilogue=Epilogue(torch.ones(33)))
     assert_as_accurate(y, linear(x.double(), w.double()) + 1, linear(x.float(), w.float()) + 1)
 
 
@@ -119,9 +120,12 @@ def test_gemm_of_nothing_does_nothing(shape):
         ({"y": torch.zeros(5, 4)}, r"output is \(5, 4\) .*must be \[M, N\] = \(4, 5\)"),
         ({"w": torch.zeros(5, 3).half()}, r"x is torch.float32 and w is torch.float16; must be of one type"),
         ({"y": torch.zeros(4, 5).double()}, r"output is torch.float64; must be float32, bfloat16 or float16"),
-        ({"bias": torch.zeros(4)}, r"bias is \(4,\) .*must be \[N\] = \(5,\)"),
-        ({"bias": torch.zeros(5).long()}, r"bias is torch.int64"),
-        ({"activation": "relu"}, r"activation='relu'; must be one of \(None, 'gelu', 'silu'\)"),
+        ({"epilogue": Epilogue(torch.zeros(4))}, r"bias is \(4,\) .*must be \[N\] = \(5,\)"),
+        ({"epilogue": Epilogue(torch.zeros(5).long())}, r"bias is torch.int64"),
+        (
+            {"epilogue": Epilogue(activation="relu")},
+            r"activation='relu'; must be one of \(None, 'gelu', 'silu', 'swiglu'\)",
+        ),
         ({"num_programs": 0}, r"num_programs=0; must be at least 1"),
         ({"w": torch.zeros(5, 3, device="meta")}, r"tensors are on cpu and meta; must be on one device"),
     ],
