@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 if TYPE_CHECKING:
+    from fusedcomm.kernels.row import Row
     from fusedcomm.train.config import Config
     from fusedcomm.train.launch import Place
 
@@ -112,9 +113,87 @@ def trace(
     raise typer.Exit(_run(run, _trace_rank, run.config, steps, json_path, plot_path))
 
 
+@app.command()
+def kernels(
+    target: Annotated[str, typer.Option(metavar="NAME", help="sm_80, sm_90, sm_100 or gfx942.")],
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the rows to this file too.")
+    ] = None,
+) -> None:
+    """Compile every kernel for a GPU that need not be here, and say whether it can run there.
+
+    The exit code is 1 where a kernel does not fit that should.
+    """
+    from fusedcomm.kernels.report import compile_all, write_json
+
+    try:
+        rows = list(compile_all(target))
+    except (ValueError, ModuleNotFoundError) as error:
+        _refuse(None, [str(error)])
+    _print_rows(rows)
+    if json_path is not None:
+        try:
+            write_json(rows, json_path)
+        except OSError as error:
+            _refuse(None, [f"--json {json_path}: cannot be written ({error.strerror}); choose another file"])
+    raise typer.Exit(any(row.is_wrong for row in rows))
+
+
+@app.command()
+def bench(
+    op: Annotated[
+        str,
+        typer.Argument(
+            metavar="OP",
+            help="all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, mlp, attention, gradients or train_step.",
+        ),
+    ],
+    world: Annotated[int, typer.Option(help="Ranks, each on a core of this machine.")] = 2,
+    link: Annotated[
+        str,
+        typer.Option(
+            metavar="GBIT|balanced|half|double|loopback",
+            help="Rate of every rank's link; balanced: that at which the wire takes as long as the GEMM.",
+        ),
+    ] = "balanced",
+    dtype: Annotated[str, typer.Option(metavar="fp32|bf16|fp16")] = "fp32",
+    shape: Annotated[str | None, typer.Option(metavar="M,N,K", help="The GEMM that one rank runs.")] = None,
+    methods: Annotated[str | None, typer.Option(metavar="A,B,...", help="Time these only.")] = None,
+    rounds: Annotated[int, typer.Option(help="At least so many; more while the quartiles are apart.")] = 9,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the rows to this file.")
+    ] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Picture (PNG, SVG, PDF).")] = None,
+) -> None:
+    """Time OP by every method, ours and torch's, over links of a given rate between processes of this machine.
+
+    Shaped links are network namespaces, which need Linux, root and iproute2; --link loopback needs nothing.
+    """
+    from fusedcomm.bench.harness import Request, run
+
+    raise typer.Exit(run(Request(op, world, link, dtype, shape, methods, rounds, json_path, plot_path)))
+
+
 def main() -> None:
     """The console script."""
     app(prog_name="fusedcomm")
+
+
+def _print_rows(rows: list[Row]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("kernel", "config", "dtype", title=f"kernels on {rows[0].target}")
+    for name in ("registers", "spilled", "shared", "tensor ops", "async loads"):
+        table.add_column(name, justify="right")
+    table.add_column("runs")
+    for row in rows:
+        counts = (row.registers, row.spill_bytes, row.shared_bytes, row.tensor_core_ops, row.async_loads)
+        table.add_row(row.kernel, row.config, row.dtype, *map(str, counts), "yes" if row.fits else f"no: {row.reason}")
+    # Where the output is no terminal, nothing is cut to the width of one.
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    wrong = sum(row.is_wrong for row in rows)
+    print(f"{sum(row.fits for row in rows)} of {len(rows)} run, {wrong} should and do not")
 
 
 def _prepare(path: Path, overrides: list[str], fit: bool) -> _Run:

@@ -207,18 +207,18 @@ def plain_transformer(params: Params, config: TransformerConfig, tokens: Tensor)
     if config.position == "learned":
         x = x + params["position.weight"][: tokens.shape[1], None]
     theta = config.rope_theta if config.position == "rope" else None
+    outputs: list[Tensor] = []
     for index in range(config.layers):
-        prefix = f"layers.{index}."
-        h = plain_norm(params, f"{prefix}attention_norm", x, config.norm, config.norm_eps)
-        x = x + plain_attention(
-            params,
-            f"{prefix}attention.",
-            h,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            theta=theta,
-        )
-        h = plain_norm(params, f"{prefix}mlp_norm", x, config.norm, config.norm_eps)
-        x = x + plain_mlp(params, f"{prefix}mlp.", h, config.activation)
+        for name in ("attention", "mlp"):
+            prefix = f"layers.{index}.{name}"
+            # The ladder's blocks do not see the output of the block before.
+            seen = outputs[:-1] if config.tp_sync == "ladder" else outputs
+            h = plain_norm(params, f"{prefix}_norm", sum(seen, x), config.norm, config.norm_eps)
+            if name == "attention":
+                heads = {"heads": config.heads, "kv_heads": config.kv_heads}
+                outputs.append(plain_attention(params, f"{prefix}.", h, **heads, theta=theta))
+            else:
+                outputs.append(plain_mlp(params, f"{prefix}.", h, config.activation))
+    x = sum(outputs, x)
     x = plain_norm(params, "norm", x, config.norm, config.norm_eps)
     return F.linear(x, params["embedding.weight" if config.tied_embeddings else "output.weight"])

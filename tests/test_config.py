@@ -190,6 +190,8 @@ def test_families_fill_in_what_is_null():
         )
     ).transformer()
     assert (given.dropout, given.kv_heads, given.checkpointing, given.split_dim) == (0.1, 2, "full", 0)
+    assert given.tp_sync == "every_layer"
+    assert parse_config(_with(parallel_config__tensor_parallel__tp_sync="ladder")).transformer().stage_features == 128
 
 
 def test_schedules_are_those_that_the_pipeline_runs():

@@ -20,8 +20,11 @@ ORDER = [
     {"parallel"},
     {"train"},
     {"plan"},
+    {"bench"},
     {"cli"},
 ]
+# Folders beside the package, which holds symlinks to them.
+LINKED = ("kernels", "bench")
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 
 
@@ -46,11 +49,12 @@ def violations(room: str, source: str) -> list[str]:
 def sources():
     for path in sorted((ROOT / "fusedcomm").rglob("*.py")):
         parts = path.relative_to(ROOT / "fusedcomm").with_suffix("").parts
-        if parts[0] in ("__init__", "__main__", "kernels"):
+        if parts[0] in ("__init__", "__main__", *LINKED):
             continue
         yield parts[0], path
-    for path in sorted((ROOT / "kernels").rglob("*.py")):
-        yield "kernels", path
+    for room in LINKED:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            yield room, path
 
 
 @pytest.mark.parametrize(
@@ -84,8 +88,9 @@ def test_the_library_needs_only_torch_and_einops(module):
     )
 
 
-def test_an_uninstalled_checkout_holds_the_kernels():
-    run_python("import pathlib, fusedcomm.kernels as k; assert pathlib.Path(k.__file__).parent.name == 'kernels'")
+@pytest.mark.parametrize("room", LINKED)
+def test_an_uninstalled_checkout_holds_the_folders_beside_the_package(room):
+    run_python(f"import pathlib, fusedcomm.{room} as m; assert pathlib.Path(m.__file__).parent.name == '{room}'")
 
 
 def test_a_kernel_without_triton_says_so():

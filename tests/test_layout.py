@@ -80,6 +80,21 @@ def test_degrees_that_do_not_multiply_to_the_world_are_refused():
         ({"train": {"loss_scale": {"initial": 8.0}}}, "train.loss_scale: fp32 needs none"),
         ({"train": {"precision": "fp16", "loss_scale": {"initial": 3.0}}}, "initial: 3 is no power of two"),
         ({"model": {"kind": "gpt2", "rope_theta": 1.0}}, "model.rope_theta: gpt2 learns its positions"),
+        (
+            {"parallel": {"tensor_parallel": {"tp_sync": "ladder", "split_dim": 0}}},
+            "parallel_config.tensor_parallel.tp_sync: tp_sync='ladder' with split_dim=0, whose all-to-alls wait",
+        ),
+        (
+            {
+                "parallel": {"tensor_parallel": {"tp_sync": "interleave"}},
+                "train": {"activation_checkpointing": "selective"},
+            },
+            "tensor_parallel.tp_sync: tp_sync='interleave' with checkpointing='selective'",
+        ),
+        (
+            {"parallel": {"tensor_parallel": {"tp_sync": "interleave"}}, "train": {"global_batch": 8}},
+            "train.global_batch 8 in 8 micro-batches is one sample each; use 16 samples",
+        ),
         ({"parallel": {"pipeline_parallel": {"micro_batches": 1}}}, "1f1b .*raise micro_batches to 2"),
         ({"parallel": {"pipeline_parallel": {"schedule": "zbv", "stages_per_rank": 3}}}, "zbv"),
         ({"parallel": {"pipeline_parallel": {"schedule": "interleaved", "micro_batches": 5}}}, "interleaved"),

@@ -30,15 +30,20 @@ class _Sender:
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="fusedcomm-sender", daemon=True).start()
 
-    def submit(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
+    def submit(self, job: Callable[[], None]) -> threading.Event:
+        """Run `job`, which must not raise, after all others; the event is set when it is over."""
+        done = threading.Event()
+        self._jobs.put((job, done))
+        return done
 
     def _run(self) -> None:
         while True:
-            self._jobs.get()()
+            job, done = self._jobs.get()
+            job()
+            done.set()
 
 
 @cache
@@ -69,7 +74,8 @@ class GlooExchange:
         self._threaded = overlapped and num_bytes >= _MIN_THREADED_BYTES
         # Posted from the caller's thread: (index, when, work).
         self._sends: list[tuple[int, float, Work]] = []
-        # What went wrong in the sender thread.
+        # Set when the latest job of the sender thread is over, and what went wrong there.
+        self._sent: threading.Event | None = None
         self._error: Exception | None = None
 
     def start(self) -> None:
@@ -87,7 +93,7 @@ class GlooExchange:
         if tensor is None:
             return
         if self._threaded:
-            _sender().submit(partial(self._send_and_wait, index, tensor, dst))
+            self._sent = _sender().submit(partial(self._send_and_wait, index, tensor, dst))
         else:
             self._sends.append((index, time.perf_counter(), self._channel.group.send([tensor], dst, self._tag)))
 
@@ -114,10 +120,8 @@ class GlooExchange:
     def finish(self) -> None:
         with span("wait", f"{self._op} sent"):
             self._check()
-            if self._threaded:
-                sent = threading.Event()
-                _sender().submit(sent.set)
-                sent.wait()
+            if self._sent is not None:
+                self._sent.wait()
             for index, start_s, work in self._sends:
                 dst, tensor = self._steps[index].dst, self._outgoing[index]
                 wait_for(work, self._op, dst, index, f"did not take chunk {index}")
@@ -196,4 +200,6 @@ class NcclExchange:
             wait_on_stream(self._done[index])
 
     def finish(self) -> None:
-        torch.cuda.current_stream().wait_stream(self._stream)
+        if self._done:
+            # Its own last step, and not what other exchanges have put on the stream since.
+            torch.cuda.current_stream().wait_event(self._done[max(self._done)])

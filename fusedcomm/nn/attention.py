@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fusedcomm.nn.layout import TensorParallel, at_least_fp32, check_divides
 from fusedcomm.nn.linear import ColumnParallelLinear, RowParallelLinear
+from fusedcomm.nn.turns import Steps
 
 
 class Attention(nn.Module):
@@ -54,11 +55,23 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, sizes: Sequence[int] | None = None, rope: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        q, k, v = (rearrange(features, "s b (h d) -> b h s d", d=self.head_dim) for features in self.qkv(x, sizes))
+        return self.out(self._attend(self.qkv(x, sizes), rope), sizes)
+
+    def steps(self, x: Tensor, sizes: Sequence[int] | None = None, rope: tuple[Tensor, Tensor] | None = None) -> Steps:
+        """The same with a pause wherever something has begun to travel or can be hidden (see `nn.turns`)."""
+        finish = self.qkv.begin(x, sizes)
+        yield
+        heads = self._attend(finish(), rope)
+        yield
+        return self.out.begin(heads, sizes)
+
+    def _attend(self, qkv: Sequence[Tensor], rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Attention of this rank's heads, [S, B, H/W], from what the one gather gave."""
+        q, k, v = (rearrange(features, "s b (h d) -> b h s d", d=self.head_dim) for features in qkv)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        return self.out(rearrange(y, "b h s d -> s b (h d)"), sizes)
+        return rearrange(y, "b h s d -> s b (h d)")
 
 
 def check_heads(where: str, hidden: int, heads: int, kv_heads: int) -> None:

@@ -15,6 +15,7 @@ _CHOICES = {
     "position": ("rope", "learned"),
     "split_dim": (0, 1),
     "checkpointing": ("none", "full", "selective"),
+    "tp_sync": ("every_layer", "interleave", "ladder"),
 }
 
 
@@ -34,6 +35,15 @@ class TransformerConfig:
         checkpointing: what backward computes again: "none"; "full": whole layers from their inputs;
             "selective": everything but the GEMMs, their transfers and the attention kernel, so norms,
             activations, rotations and dropout.
+        tp_sync: when tensor-parallel ranks wait for each other. "every_layer": where the result is used, so that a
+            transfer hides behind its own GEMM. "interleave": the batch is computed as two halves in turns, so that
+            what one half sends travels while the other is computed; the numbers are those of the halves computed one
+            after the other. "ladder": attention and MLPs read the hidden states to which the output of the block
+            before has not been added yet, so that it travels while they are computed. THIS IS ANOTHER MODEL, on any
+            number of ranks: weights trained with it are of no use without it, and the other way round. Source of
+            the halves: Wang et al., "Domino: eliminating communication in LLM training via generic tensor slicing and
+            overlapping", 2024; of the ladder: Zhang et al., "Ladder-residual: parallelism-aware architecture for
+            accelerating large model inference with communication overlapping", 2025.
     """
 
     vocab_size: int
@@ -53,6 +63,7 @@ class TransformerConfig:
     rope_theta: float = 10_000.0
     split_dim: Literal[0, 1] = 1
     checkpointing: Literal["none", "full", "selective"] = "none"
+    tp_sync: Literal["every_layer", "interleave", "ladder"] = "every_layer"
 
     def __post_init__(self) -> None:
         where = "TransformerConfig"
@@ -65,6 +76,7 @@ class TransformerConfig:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"{where}: dropout={self.dropout}; the share of zeroed elements must be in [0, 1)")
         check_heads(where, self.hidden, self.heads, self.kv_heads)
+        check_sync(where, self.tp_sync, self.split_dim, self.checkpointing)
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(
                 f"{where}: hidden={self.hidden} over heads={self.heads} gives head_dim={self.head_dim}; "
@@ -74,6 +86,11 @@ class TransformerConfig:
     @property
     def head_dim(self) -> int:
         return self.hidden // self.heads
+
+    @property
+    def stage_features(self) -> int:
+        """Features between pipeline stages: hidden states, and with "ladder" the last block's output beside them."""
+        return self.hidden * (2 if self.tp_sync == "ladder" else 1)
 
     @classmethod
     def llama(
@@ -125,6 +142,22 @@ class TransformerConfig:
             bias=True,
             tied_embeddings=True,
             dropout=dropout,
+        )
+
+
+def check_sync(where: str, tp_sync: str, split_dim: int, checkpointing: str) -> None:
+    """Nothing that waits in the middle of a block, and nothing that repeats parts of one, goes with blocks in turns."""
+    if tp_sync == "every_layer":
+        return
+    if split_dim != 1:
+        raise ValueError(
+            f"{where}: tp_sync={tp_sync!r} with split_dim={split_dim}, whose all-to-alls wait in the middle of an MLP; "
+            "use split_dim=1"
+        )
+    if checkpointing == "selective":
+        raise ValueError(
+            f"{where}: tp_sync={tp_sync!r} with checkpointing='selective', which would repeat transfers without their "
+            "GEMMs; use 'full' or 'none'"
         )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from fusedcomm.nn.layout import ParamLayout, ShardedModule, TensorParallel, check_divides, fan_in_bound
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul
+from fusedcomm.ops.begin import begin_all_gather_matmul, begin_matmul_reduce_scatter
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
 
@@ -129,6 +130,20 @@ class ColumnParallelLinear(_ParallelLinear):
         )
         return outputs[0] if isinstance(self.out_features, int) else outputs
 
+    def begin(self, x: Tensor, sizes: Sequence[int] | None = None) -> Callable[[], list[Tensor]]:
+        """Let the rows of x travel; the returned function, called once, multiplies and gives the list of outputs."""
+        linears = self.linears()
+        return begin_all_gather_matmul(
+            x,
+            [linear.weight for linear in linears],
+            group=self.tp.group,
+            biases=[linear.bias for linear in linears if linear.bias is not None],
+            sizes=sizes,
+            save=self.tp.save,
+            defer_wgrad=self.tp.defer_wgrad,
+            method=self.tp.method,
+        )
+
 
 class RowParallelLinear(_ParallelLinear):
     """`x @ weight.T + bias` with the inputs split over ranks: sums rows and splits them while it multiplies.
@@ -169,6 +184,18 @@ class RowParallelLinear(_ParallelLinear):
             for linear in self.linears()
         ]
         return outputs[0] if isinstance(self.out_features, int) else outputs
+
+    def begin(self, x: Tensor, sizes: Sequence[int] | None = None) -> Callable[[], Tensor]:
+        """Multiply by the one weight and let the sums travel; the returned function, called once, gives the result."""
+        return begin_matmul_reduce_scatter(
+            x,
+            self.weight,
+            group=self.tp.group,
+            bias=self.bias,
+            sizes=sizes,
+            defer_wgrad=self.tp.defer_wgrad,
+            method=self.tp.method,
+        )
 
 
 def _named(out_features: int | Sequence[int] | Mapping[str, int]) -> dict[str, int]:

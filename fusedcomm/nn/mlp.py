@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.nn.layout import TensorParallel, check_divides
 from fusedcomm.nn.linear import ColumnParallelLinear, RowParallelLinear
+from fusedcomm.nn.turns import Steps
 from fusedcomm.ops.reshard import all_to_all
 
 
@@ -67,11 +68,31 @@ class MLP(nn.Module):
         y = self.down(self._inner(x, rows), rows)
         return all_to_all(y, group=group, gather_dim=2, scatter_dim=0, gather_sizes=features, scatter_sizes=rows)
 
+    def steps(self, x: Tensor, sizes: Sequence[int] | None = None) -> Steps:
+        """The same with a pause wherever something has begun to travel or can be hidden; `split_dim=1` only."""
+        first, second = self._first(), self.down
+        if not isinstance(first, ColumnParallelLinear) or not isinstance(second, RowParallelLinear):
+            raise ValueError(
+                f"MLP: split_dim={self.split_dim} cannot be computed in steps, since its all-to-alls wait where they "
+                "stand; use split_dim=1"
+            )
+        finish = first.begin(x, sizes)
+        yield
+        inner = self._activate(finish())
+        yield
+        return second.begin(inner, sizes)
+
     def _inner(self, x: Tensor, sizes: Sequence[int] | None) -> Tensor:
+        outputs = self._first()(x, sizes)
+        return self._activate(outputs if isinstance(outputs, list) else [outputs])
+
+    def _first(self) -> ColumnParallelLinear | RowParallelLinear:
+        return self.gate_up if self.activation == "swiglu" else self.up
+
+    def _activate(self, outputs: Sequence[Tensor]) -> Tensor:
         if self.activation == "swiglu":
-            gate, up = self.gate_up(x, sizes)
-            return swiglu(gate, up)
-        return F.gelu(self.up(x, sizes), approximate="tanh")
+            return swiglu(*outputs)
+        return F.gelu(outputs[0], approximate="tanh")
 
 
 def check_mlp(where: str, hidden: int, ffn_hidden: int, split_dim: int, tp_size: int) -> None:

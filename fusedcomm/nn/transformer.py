@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from fusedcomm.nn.layout import ShardedModule, TensorParallel
 from fusedcomm.nn.linear import ColumnParallelLinear
 from fusedcomm.nn.mlp import MLP
 from fusedcomm.nn.norm import LayerNorm, RMSNorm
+from fusedcomm.nn.turns import Block, Steps, in_turns, ladder, residual_steps
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,18 @@ class TransformerLayer(nn.Module):
         branch = self.mlp(self.mlp_norm(x), run.sizes)
         return x + _drop(branch, self.dropout, run, self.index, DropoutSite.MLP)
 
+    def blocks(self, run: _Pass) -> tuple[Block, Block]:
+        """The two branches in steps; the hidden states are not added."""
+        return partial(self._attention_steps, run=run), partial(self._mlp_steps, run=run)
+
+    def _attention_steps(self, x: Tensor, run: _Pass) -> Steps:
+        finish = yield from self.attention.steps(self.attention_norm(x), run.sizes, run.rope)
+        return lambda: _drop(finish(), self.dropout, run, self.index, DropoutSite.ATTENTION)
+
+    def _mlp_steps(self, x: Tensor, run: _Pass) -> Steps:
+        finish = yield from self.mlp.steps(self.mlp_norm(x), run.sizes)
+        return lambda: _drop(finish(), self.dropout, run, self.index, DropoutSite.MLP)
+
 
 class Transformer(nn.Module):
     """The whole model, or a pipeline stage of it: `layers`, the embedding if `first`, the head if `last`.
@@ -94,9 +107,10 @@ class Transformer(nn.Module):
     caller adds up.
 
     Shapes per rank, W tensor-parallel ranks: the first stage takes tokens [B, S], equal on all ranks, others
-    hidden states [S/W, B, H] of `config.seq_len` positions, cut as `torch.chunk` would. The last one returns
-    logits [S, B, V/W], for `vocab_parallel_cross_entropy`, others hidden states. Dropout in training needs
-    `sample_ids` [B], the samples' numbers in the whole data, and `step` [B], both int64.
+    hidden states [S/W, B, H] of `config.seq_len` positions, cut as `torch.chunk` would (with `tp_sync="ladder"` 2 H
+    features: the last block's output, not added yet, stands beside them). The last one returns logits [S, B, V/W], for
+    `vocab_parallel_cross_entropy`, others hidden states. Dropout in training needs `sample_ids` [B], the samples'
+    numbers in the whole data, and `step` [B], both int64. `tp_sync="interleave"` needs B >= 2.
 
     Raises ValueError with the numbers where the model does not divide over the ranks or an input does not
     fit.
@@ -187,8 +201,7 @@ class Transformer(nn.Module):
             if self.config.position == "learned":
                 x = self.position(x, run.sizes)
             x = _drop(x, self.config.dropout, run, 0, DropoutSite.EMBEDDING)
-        for layer in self.layers.values():
-            x = self._run_layer(layer, x, run)
+        x = self._run_layers(x, run)
         if self.last:
             x = self.output(self.norm(x), run.sizes)
         return x
@@ -202,10 +215,10 @@ class Transformer(nn.Module):
         seq_len = x.shape[1] if self.first else config.seq_len
         sizes = chunk_sizes(seq_len, self.tp.size)
         own = sizes[self.tp.rank]
-        if not self.first and (x.dim() != 3 or x.shape[0] != own or x.shape[2] != config.hidden):
+        if not self.first and (x.dim() != 3 or x.shape[0] != own or x.shape[2] != config.stage_features):
             raise ValueError(
                 f"Transformer: hidden states have shape {list(x.shape)}; of seq_len={seq_len} positions, "
-                f"tp rank {self.tp.rank} must get [{own}, B, {config.hidden}]"
+                f"tp rank {self.tp.rank} must get [{own}, B, {config.stage_features}]"
             )
         keys = None
         if self.training and config.dropout > 0:
@@ -219,6 +232,56 @@ class Transformer(nn.Module):
         if config.position == "rope":
             rope = rope_table(seq_len, config.head_dim, config.rope_theta, x.device)
         return _Pass(sizes, sum(sizes[: self.tp.rank]), rope, keys)
+
+    def _run_layers(self, x: Tensor, run: _Pass) -> Tensor:
+        if self.config.tp_sync == "interleave":
+            return self._run_halves(x, run)
+        if self.config.tp_sync == "ladder":
+            return self._run_ladder(x, run)
+        for layer in self.layers.values():
+            x = self._run_layer(layer, x, run)
+        return x
+
+    def _run_halves(self, x: Tensor, run: _Pass) -> Tensor:
+        """The batch as two halves, one computed while what the other has sent travels."""
+        batch = x.shape[1]
+        if batch < 2:
+            raise ValueError(
+                f"Transformer: tp_sync='interleave' with B={batch}; it computes two halves of the batch in turns: "
+                "give at least 2 samples, or use 'every_layer'"
+            )
+        cut = chunk_sizes(batch, 2)
+        keys = (None, None) if run.dropout_keys is None else run.dropout_keys.split(cut)
+        runs = [replace(run, dropout_keys=half) for half in keys]
+
+        def run_both(layers: list[TransformerLayer], *halves: Tensor) -> tuple[Tensor, ...]:
+            first, second = (residual_steps(_blocks(layers, keyed), half) for half, keyed in zip(halves, runs))
+            return in_turns(first, second)
+
+        return torch.cat(self._by_parts(run_both, *x.split(cut, dim=1)), dim=1)
+
+    def _run_ladder(self, x: Tensor, run: _Pass) -> Tensor:
+        """Between stages the last block's output stands beside the hidden states, to which it is added later."""
+        previous = None
+        if not self.first:
+            x, previous = x.chunk(2, dim=-1)
+
+        def run_layers(layers: list[TransformerLayer], x: Tensor, previous: Tensor | None) -> tuple[Any, ...]:
+            return ladder(_blocks(layers, run), x, previous)
+
+        x, previous = self._by_parts(run_layers, x, previous)
+        previous = torch.zeros_like(x) if previous is None else previous
+        return x + previous if self.last else torch.cat((x, previous), dim=-1)
+
+    def _by_parts(self, run: Callable[..., tuple[Any, ...]], *state: Tensor | None) -> tuple[Any, ...]:
+        """`run(layers, *state)` for all layers at once; where backward computes them again, layer by layer."""
+        layers = list(self.layers.values())
+        if self.config.checkpointing == "none" or not torch.is_grad_enabled():
+            return run(layers, *state)
+        for layer in layers:
+            # To the end, even when backward has all that it needs: what has begun to travel must be waited for.
+            state = checkpoint(run, [layer], *state, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+        return state
 
     def _run_layer(self, layer: nn.Module, x: Tensor, run: _Pass) -> Tensor:
         mode = self.config.checkpointing
@@ -235,6 +298,10 @@ class Transformer(nn.Module):
             preserve_rng_state=False,
             context_fn=partial(create_selective_checkpoint_contexts, _kept_operators()),
         )
+
+
+def _blocks(layers: Sequence[TransformerLayer], run: _Pass) -> list[Block]:
+    return [block for layer in layers for block in layer.blocks(run)]
 
 
 def _kept_operators() -> list[Any]:

@@ -137,7 +137,13 @@ def _activate(results: list[Tensor], activation: Activation | None) -> list[Tens
 def _forward(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], call: Call, *, keep: bool) -> list[Tensor]:
     """`[x_full, y, ...]` from `x [rows of this rank, lead, K]`; `x_full` is empty unless it is to be kept."""
     gather = Gather(call, x.contiguous(), keep=keep)
-    results = [x.new_empty(call.rows, x.shape[1], w.shape[0]) for w in weights]
+    results = multiply_gathered(gather, x, weights, biases)
+    return [gather.full if keep else x.new_empty(0), *results]
+
+
+def multiply_gathered(gather: Gather, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
+    """`[y, ...]` from the gathered rows of `x`, chunk by chunk as they come in."""
+    results = [x.new_empty(gather.call.rows, x.shape[1], w.shape[0]) for w in weights]
     for start, stop, there in gather.chunks():
         rows = flat(there)
         with span("compute", _OP):
@@ -147,9 +153,8 @@ def _forward(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], cal
                     torch.addmm(biases[index], rows, w.t(), out=out)
                 else:
                     torch.mm(rows, w.t(), out=out)
-    x_full = gather.full if keep else x.new_empty(0)
     gather.release()
-    return [x_full, *results]
+    return results
 
 
 def _backward(
@@ -176,16 +181,10 @@ def _backward(
             Gather(replace(call, op=f"{call.op} gather"), saved, keep=defer) if need_w and save == "shard" else None
         )
         scatter = Scatter(call, saved.shape[1], saved.shape[2], saved) if need_x else None
-        for start, stop, out in scatter.chunks() if scatter is not None else ():
-            with span("compute", f"{call.op} dx"):
-                matrix = out.flatten(0, 1)
-                torch.mm(flat(grads[0], start, stop), weights[0], out=matrix)
-                for grad, w in zip(grads[1:], weights[1:]):
-                    matrix.addmm_(flat(grad, start, stop), w)
-                if grad_full is not None:
-                    out += grad_full[start:stop]
+        if scatter is not None:
+            scatter_input_gradient(scatter, grads, grad_full, weights)
         x_full = saved if gather is None else gather.complete()
-        dws = [_weight_gradient(grad, x_full) for grad in grads] if need_w and not defer else []
+        dws = [weight_gradient(grad, x_full) for grad in grads] if need_w and not defer else []
         if gather is not None:
             gather.release()
         return None if scatter is None else scatter.finish(), dws, x_full if defer else None
@@ -194,7 +193,22 @@ def _backward(
     return run_by(method, f"{_OP} backward", group, sizes, saved, saved.shape[1:], features, run)
 
 
-def _weight_gradient(grad: Tensor, x_full: Tensor) -> Tensor:
+def scatter_input_gradient(
+    scatter: Scatter, grads: Sequence[Tensor], grad_full: Tensor | None, weights: Sequence[Tensor]
+) -> None:
+    """Compute this rank's partial `dx` of all rows and let each peer's go."""
+    for start, stop, out in scatter.chunks():
+        with span("compute", f"{scatter.call.op} dx"):
+            matrix = out.flatten(0, 1)
+            torch.mm(flat(grads[0], start, stop), weights[0], out=matrix)
+            for grad, w in zip(grads[1:], weights[1:]):
+                matrix.addmm_(flat(grad, start, stop), w)
+            if grad_full is not None:
+                out += grad_full[start:stop]
+
+
+def weight_gradient(grad: Tensor, x_full: Tensor) -> Tensor:
+    """`dy.T @ x`."""
     with span("compute", f"{_OP} dw"):
         return flat(grad.contiguous()).t() @ flat(x_full)
 
@@ -341,6 +355,6 @@ class _DeferredAllGatherMatmul(Function):
         assert x_full is not None
         for weight, grad in zip(ctx.weights, grads):
             if weight.requires_grad:
-                ctx.defer_wgrad(weight, lambda grad=grad: _weight_gradient(grad, x_full))
+                ctx.defer_wgrad(weight, lambda grad=grad: weight_gradient(grad, x_full))
         dbs = [grad.sum((0, 1)) for grad in grads[: ctx.num_biases]]
         return dx, None, None, None, None, None, None, *(None for _ in weights), *dbs

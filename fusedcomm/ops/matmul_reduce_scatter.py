@@ -86,10 +86,15 @@ def matmul_reduce_scatter(
 def _forward(x: Tensor, w: Tensor, bias: Tensor | None, call: Call) -> Tensor:
     """This rank's rows `[sizes[rank], lead, N]` from `x [M, lead, K]`."""
     scatter = Scatter(call, x.shape[1], w.shape[0], x)
+    scatter_products(scatter, x, w)
+    return scatter.finish(bias)
+
+
+def scatter_products(scatter: Scatter, x: Tensor, w: Tensor) -> None:
+    """Compute this rank's partial sums of all rows and let each peer's go."""
     for start, stop, out in scatter.chunks():
         with span("compute", _OP):
             torch.mm(flat(x, start, stop), w.t(), out=out.flatten(0, 1))
-    return scatter.finish(bias)
 
 
 def _backward(
@@ -109,25 +114,33 @@ def _backward(
     `dw` is summed over the chunks in at least fp32.
     """
     grad = grad.contiguous()
-    wide = torch.promote_types(w.dtype, torch.float32)
 
     def run(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         gather = Gather(call, grad, keep=keep)
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
-        dw = w.new_zeros(w.shape, dtype=wide) if need_w else None
-        for start, stop, there in gather.chunks():
-            rows = flat(there)
-            with span("compute", call.op):
-                if dx is not None:
-                    torch.mm(rows, w, out=flat(dx, start, stop))
-                if dw is not None and dw.dtype == x.dtype:
-                    dw.addmm_(rows.t(), flat(x, start, stop))
-                elif dw is not None:
-                    dw += rows.t() @ flat(x, start, stop)
-        gather.release()
-        return dx, None if dw is None else dw.to(w.dtype), gather.full if keep else None
+        dx, dw = multiply_gathered_gradient(gather, x, w, need_x=need_x, need_w=need_w)
+        return dx, dw, gather.full if keep else None
 
     return run_by(method, f"{_OP} backward", group, sizes, grad, grad.shape[1:], w.shape[1:], run)
+
+
+def multiply_gathered_gradient(
+    gather: Gather, x: Tensor, w: Tensor, *, need_x: bool, need_w: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """`(dx, dw)` from the gathered rows of `dy`, chunk by chunk as they come in."""
+    wide = torch.promote_types(w.dtype, torch.float32)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
+    dw = w.new_zeros(w.shape, dtype=wide) if need_w else None
+    for start, stop, there in gather.chunks():
+        rows = flat(there)
+        with span("compute", gather.call.op):
+            if dx is not None:
+                torch.mm(rows, w, out=flat(dx, start, stop))
+            if dw is not None and dw.dtype == x.dtype:
+                dw.addmm_(rows.t(), flat(x, start, stop))
+            elif dw is not None:
+                dw += rows.t() @ flat(x, start, stop)
+    gather.release()
+    return dx, None if dw is None else dw.to(w.dtype)
 
 
 @torch.library.custom_op("fusedcomm::matmul_reduce_scatter", mutates_args=())

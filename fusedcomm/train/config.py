@@ -40,6 +40,11 @@ class TensorParallelConfig(_Section):
 
     `split_dim` is the MLPs' pairing: 1 is column-parallel first, then row-parallel (one gather, one scatter); 0 is
     row-parallel first, which moves about ffn_hidden / hidden times the bytes. Attention is split by heads, as in 1.
+
+    `tp_sync` is when ranks wait for each other: `every_layer` where a result is used; `interleave` computes two halves
+    of each micro-batch in turns, so that one's transfers hide behind the other, and changes no number beyond rounding;
+    `ladder` lets each block read the hidden states before the block before it has been added, so that its sums travel
+    meanwhile: another model, whose weights are of no use without it.
     """
 
     size: Count = 1
@@ -47,6 +52,7 @@ class TensorParallelConfig(_Section):
     method: Literal["auto", "serial", "chunked", "fused"] = "auto"
     # Keep the shard and gather again in backward, or keep the gathered input (`size` times the memory).
     save: Literal["shard", "gathered"] = "shard"
+    tp_sync: Literal["every_layer", "interleave", "ladder"] = "every_layer"
 
 
 class PipelineParallelConfig(_Section):
@@ -181,6 +187,7 @@ class Config(_Section):
             norm_eps=model.norm_eps,
             rope_theta=model.rope_theta,
             split_dim=self.parallel_config.tensor_parallel.split_dim,
+            tp_sync=self.parallel_config.tensor_parallel.tp_sync,
             checkpointing=self.train.activation_checkpointing,
         )
 

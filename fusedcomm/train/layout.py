@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from fusedcomm.nn.config import TransformerConfig, layer_flops
+from fusedcomm.nn.config import TransformerConfig, check_sync, layer_flops
 from fusedcomm.parallel.schedule import split_layers, stages_on_each_rank
 from fusedcomm.train.config import Config, ConfigError, ParallelConfig
 
 _TP = "parallel_config.tensor_parallel.size"
+_SYNC = "parallel_config.tensor_parallel.tp_sync"
 _PP = "parallel_config.pipeline_parallel"
 _DP = "parallel_config.data_parallel.size"
 
@@ -93,6 +94,8 @@ def describe_layout(config: Config) -> str:
         text += f"; {pipeline.schedule}, {pipeline.micro_batches} micro-batches, layers {layers}"
     if tensor.split_dim == 0:
         text += "; MLPs row-parallel first (split_dim 0), attention split by heads"
+    if tensor.tp_sync != "every_layer":
+        text += f"; tensor-parallel synchronisation: {tensor.tp_sync}"
     return text
 
 
@@ -105,6 +108,8 @@ def coordinates(parallel: ParallelConfig, rank: int) -> str:
 
 def _problems(config: Config) -> list[str]:
     """Everything that does not fit, whatever the number of ranks."""
+    if sync := list(_sync_problems(config)):
+        return [*sync, *_batch_problems(config), *_training_problems(config)]
     try:
         shape = config.transformer()
     except ValueError as error:
@@ -115,6 +120,14 @@ def _problems(config: Config) -> list[str]:
         *_batch_problems(config),
         *_training_problems(config),
     ]
+
+
+def _sync_problems(config: Config) -> Iterator[str]:
+    tensor = config.parallel_config.tensor_parallel
+    try:
+        check_sync(_SYNC, tensor.tp_sync, tensor.split_dim, config.train.activation_checkpointing)
+    except ValueError as error:
+        yield str(error)
 
 
 def _model_problems(config: Config, shape: TransformerConfig) -> Iterator[str]:
@@ -172,6 +185,11 @@ def _batch_problems(config: Config) -> Iterator[str]:
             f"train.global_batch: {train.global_batch} samples cannot be cut into {_DP} {dp} x train.accumulation "
             f"{train.accumulation} x {_PP}.micro_batches {micro_batches} = {parts} equal micro-batches; "
             f"use {choices} samples, or change a factor"
+        )
+    elif train.global_batch == parts and parallel.tensor_parallel.tp_sync == "interleave":
+        yield (
+            f"{_SYNC}: interleave computes two halves of each micro-batch, but train.global_batch {train.global_batch} "
+            f"in {parts} micro-batches is one sample each; use {2 * parts} samples, fewer micro-batches or every_layer"
         )
 
 

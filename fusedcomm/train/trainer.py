@@ -64,7 +64,9 @@ class Trainer:
             group=mesh.pp_group,
             micro_batches=parallel.pipeline_parallel.micro_batches,
             input_like=torch.empty(micro_rows, seq_len, dtype=torch.int64, device="meta"),
-            hidden_like=torch.empty(own_positions, micro_rows, self.shape.hidden, dtype=self.dtype, device="meta"),
+            hidden_like=torch.empty(
+                own_positions, micro_rows, self.shape.stage_features, dtype=self.dtype, device="meta"
+            ),
             device=mesh.device,
             schedule=parallel.pipeline_parallel.schedule,
             stages_per_rank=parallel.pipeline_parallel.stages_per_rank,

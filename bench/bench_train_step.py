@@ -1,0 +1,244 @@
+"""A whole training step of a small Llama: forward, backward, gradient sums and AdamW, on a mesh of all three axes.
+
+World 2 is tensor-parallel, 4 is data 2 x tensor 2, 8 is pipeline 2 x data 2 x tensor 2. M are the tokens of one
+data-parallel rank in a step, K the width, N the inner features of an MLP on one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedcomm.bench.case import Case, Method, Results, Spec, check_divides
+from fusedcomm.bench.torch_trainer import PlainLlama, TorchTrainer
+from fusedcomm.comm.mesh import Mesh, build_mesh
+from fusedcomm.nn import TensorParallel, Transformer, layout_of, vocab_parallel_cross_entropy
+from fusedcomm.ops import all_gather, reduce_scatter
+from fusedcomm.parallel import main_grad_of
+from fusedcomm.train.config import Config, parse_config
+from fusedcomm.train.data import Batch
+from fusedcomm.train.trainer import Trainer
+
+METHODS = ("torch", "serial", "chunked", "auto")
+EXTRA_METHODS: tuple[str, ...] = ()
+_HEAD_DIM = 64
+_NUM_LAYERS = 4
+_NUM_ROWS = 8
+_VOCAB_SIZE = 1024
+_LR = 1e-4
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class _Layout:
+    pp: int
+    dp: int
+    tp: int
+
+    @property
+    def micro_batches(self) -> int:
+        return 2 * self.pp if self.pp > 1 else 1
+
+
+def _layout_of(world: int) -> _Layout:
+    tp = 2 if world % 2 == 0 else 1
+    pp = 2 if world % 8 == 0 else 1
+    return _Layout(pp, world // (tp * pp), tp)
+
+
+def default_shape(world: int) -> tuple[int, int, int]:
+    return 2048, 1408 // _layout_of(world).tp, 512
+
+
+def check_spec(spec: Spec) -> None:
+    tp = _layout_of(spec.world).tp
+    check_divides(spec, f"M, {_NUM_ROWS} sequences,", spec.m, _NUM_ROWS * tp)
+    check_divides(spec, "K, features of whole heads,", spec.k, _HEAD_DIM * tp)
+
+
+def make_case(spec: Spec, rank: int) -> Case:
+    return _TrainStep(spec)
+
+
+class _TrainStep:
+    def __init__(self, spec: Spec) -> None:
+        self._spec, self._layout = spec, _layout_of(spec.world)
+        layout = self._layout
+        self._mesh = build_mesh(pp=layout.pp, dp=layout.dp, tp=layout.tp, timeout_s=_TIMEOUT_S)
+        self._alone = _group_of_one()
+        self._shape = self._config("serial").transformer()
+        self._full = self._whole_model(spec.dtype).state_dict()
+        # The sequence-parallel rows of this rank, and all of them.
+        self._hidden = torch.zeros(spec.m // layout.tp, spec.k, dtype=spec.dtype)
+        self._num_scatters = 2 * _NUM_LAYERS // layout.pp
+        self._num_gathers = self._num_scatters
+        # The embedding scatters, the output layer gathers; backward the other way round.
+        self._num_scatters += self._mesh.is_first_stage
+        self._num_gathers += self._mesh.is_last_stage
+        self._num_params = sum(param.numel() for param in self._local_model().parameters())
+        self.min_bytes = self._count_bytes(self._mesh)
+
+    def open(self, name: str) -> Method:
+        if name == "compute":
+            return self._open_compute()
+        if name == "transfer":
+            return Method(self._run_transfers)
+        if name == "torch":
+            return self._open_torch()
+        trainer = Trainer(self._config(name), self._mesh)
+        batch = self._batch(self._mesh.dp_rank)
+
+        def run() -> Results:
+            trainer.gradients(0, [batch])
+            trainer.update(0)
+            return {name: grad for name, param in trainer.params.items() if (grad := main_grad_of(param)) is not None}
+
+        return Method(run, note=self._words("ours"))
+
+    def reference(self, dtype: torch.dtype) -> Results:
+        model = self._whole_model(dtype)
+        model.load_state_dict({name: tensor.to(dtype) for name, tensor in self._full.items()})
+        for dp_rank in range(self._layout.dp):
+            batch = self._batch(dp_rank)
+            losses = vocab_parallel_cross_entropy(model(batch.tokens), batch.labels.t(), group=self._alone)
+            (losses.sum() / (self._spec.m * self._layout.dp)).backward()
+        return {
+            name: self._shard(param.grad, layout_of(param).shard_dim)
+            for name, param in model.named_parameters()
+            if param.grad is not None and self._is_mine(name)
+        }
+
+    def _config(self, method: str) -> Config:
+        spec, layout = self._spec, self._layout
+        return parse_config(
+            {
+                "model": {
+                    "layers": _NUM_LAYERS,
+                    "hidden": spec.k,
+                    "heads": spec.k // _HEAD_DIM,
+                    "ffn_hidden": spec.n * layout.tp,
+                    "vocab_size": _VOCAB_SIZE,
+                },
+                "data": {"seq_len": spec.m // _NUM_ROWS},
+                "train": {
+                    "steps": 1_000_000,
+                    "global_batch": _NUM_ROWS * layout.dp,
+                    "precision": spec.dtype_name,
+                    "lr": _LR,
+                    # torch's side does not clip either.
+                    "clip_norm": None,
+                    "timeout_s": _TIMEOUT_S,
+                    # The gradients of a scaled loss could not be compared.
+                    "loss_scale": {"initial": 1.0},
+                },
+                "parallel_config": {
+                    "tensor_parallel": {"size": layout.tp, "method": method, "save": "gathered"},
+                    "pipeline_parallel": {"depth": layout.pp, "micro_batches": layout.micro_batches},
+                    "data_parallel": {"size": layout.dp},
+                },
+            }
+        )
+
+    def _whole_model(self, dtype: torch.dtype) -> Transformer:
+        return Transformer(self._shape, tp=TensorParallel(self._alone), seed=0, dtype=dtype)
+
+    def _local_model(self) -> PlainLlama:
+        """What this rank computes, without what others send."""
+        mesh, layers = self._mesh, range(_NUM_LAYERS // self._layout.pp)
+        return PlainLlama(
+            self._shape,
+            layers,
+            first=mesh.is_first_stage,
+            last=mesh.is_last_stage,
+            share=self._layout.tp,
+            dtype=self._spec.dtype,
+        )
+
+    def _batch(self, dp_rank: int) -> Batch:
+        shape = (_NUM_ROWS, self._spec.m // _NUM_ROWS)
+        tokens, labels = (
+            torch.randint(_VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(1 + 2 * dp_rank + part))
+            for part in (0, 1)
+        )
+        return Batch(tokens, labels, torch.arange(_NUM_ROWS) + dp_rank * _NUM_ROWS)
+
+    def _is_mine(self, name: str) -> bool:
+        if name.startswith("layers."):
+            return int(name.split(".")[1]) // (_NUM_LAYERS // self._layout.pp) == self._mesh.pp_rank
+        return self._mesh.is_first_stage if name.startswith("embedding") else self._mesh.is_last_stage
+
+    def _shard(self, full: Tensor, dim: int | None) -> Tensor:
+        return full if dim is None else full.chunk(self._layout.tp, dim)[self._mesh.tp_rank]
+
+    def _count_bytes(self, mesh: Mesh) -> int:
+        element = self._hidden.element_size()
+        rows = self._hidden.nbytes
+        # Backward gathers for each scatter, and scatters for each gather.
+        tensor = 2 * (self._num_scatters + self._num_gathers) * (mesh.tp - 1) * rows
+        data = 2 * (mesh.dp - 1) * self._num_params * element // mesh.dp
+        pipeline = rows * (mesh.pp > 1)
+        return tensor + data + pipeline
+
+    def _run_transfers(self) -> Results:
+        group, full = self._mesh.tp_group, self._hidden.repeat(self._layout.tp, 1)
+        for _ in range(self._num_scatters + self._num_gathers):
+            all_gather(self._hidden, group=group)
+            reduce_scatter(full, group=group)
+        if self._mesh.dp > 1:
+            dist.all_reduce(torch.zeros(self._num_params), group=self._mesh.dp_group)
+        return {}
+
+    def _open_compute(self) -> Method:
+        model, mesh, layout = self._local_model(), self._mesh, self._layout
+        optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, fused=True)
+        vocab_size = _VOCAB_SIZE // layout.tp
+        batch = self._batch(mesh.dp_rank)
+        hidden = torch.randn(_NUM_ROWS, self._spec.m // _NUM_ROWS, self._spec.k, dtype=self._spec.dtype)
+        source = batch.tokens % vocab_size if mesh.is_first_stage else hidden.requires_grad_()
+
+        def run() -> Results:
+            optimizer.zero_grad()
+            for x, labels in zip(source.chunk(layout.micro_batches), batch.labels.chunk(layout.micro_batches)):
+                y = model(x)
+                if mesh.is_last_stage:
+                    F.cross_entropy(y.flatten(0, 1).float(), labels.flatten() % vocab_size).backward()
+                else:
+                    y.backward(hidden[: len(x)])
+            optimizer.step()
+            return {}
+
+        return Method(run)
+
+    def _open_torch(self) -> Method:
+        batch = self._batch(self._mesh.dp_rank)
+        trainer = TorchTrainer(
+            self._shape,
+            self._mesh,
+            self._full,
+            micro_batches=self._layout.micro_batches,
+            batch_shape=(batch.tokens.shape[0], batch.tokens.shape[1]),
+            dtype=self._spec.dtype,
+            lr=_LR,
+        )
+
+        def run() -> Results:
+            trainer.step(batch.tokens, batch.labels)
+            return trainer.grads()
+
+        return Method(run, note=self._words("DTensor, DDP and torch pipelining"))
+
+    def _words(self, what: str) -> str:
+        layout = self._layout
+        return f"{what}, pipeline {layout.pp} x data {layout.dp} x tensor {layout.tp}"
+
+
+def _group_of_one() -> dist.ProcessGroup:
+    # Every rank must take part in making every group.
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    own = groups[dist.get_rank()]
+    assert isinstance(own, dist.ProcessGroup)
+    return own

@@ -1,0 +1,393 @@
+"""Benchmarks: links are really shaped and really gone afterwards, results are checked, mistakes are one line each."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch_driver import wait_until_session_ended
+
+from fusedcomm.bench import harness, shaped_network
+from fusedcomm.bench.case import complaints
+from fusedcomm.bench.errors import BenchError
+from fusedcomm.bench.ranks import RankError, Ranks, RankState, Seat, cores_of
+from fusedcomm.bench.report import Row
+from fusedcomm.bench.request import OPS, Request
+from fusedcomm.bench.shaped_network import INTERFACE, ShapedNetwork, enter_namespace
+
+_ROOT = Path(__file__).parent.parent
+# What a machine may lack; anything else that goes wrong is a mistake of ours.
+_LACKS = ("needs root", "is not installed", "needs Linux", "Operation not supported", "Unknown device type")
+
+
+@pytest.fixture(scope="module")
+def network_works() -> None:
+    try:
+        ShapedNetwork(1, 1.0).close()
+    except BenchError as error:
+        if any(words in str(error) for words in _LACKS):
+            pytest.skip(str(error))
+        raise
+
+
+@pytest.fixture
+def network(network_works):
+    with ShapedNetwork(2, 0.2) as made:
+        yield made
+
+
+def _send(network: ShapedNetwork, num_bytes: int) -> float:
+    """Seconds from the first byte sent by node 0 to the last one received by node 1."""
+    listening = threading.Event()
+    stamps = []
+
+    def receive():
+        enter_namespace(network.namespace(1))
+        with socket.create_server(("10.0.0.2", 5000)) as server:
+            listening.set()
+            connection, _ = server.accept()
+            with connection:
+                while connection.recv(1 << 20):
+                    pass
+        stamps.append(time.perf_counter())
+
+    def send():
+        enter_namespace(network.namespace(0))
+        with socket.create_connection(("10.0.0.2", 5000)) as connection:
+            stamps.append(time.perf_counter())
+            connection.sendall(bytes(num_bytes))
+
+    # Namespaces are per thread, and these two end with theirs.
+    threads = [threading.Thread(target=task) for task in (receive, send)]
+    threads[0].start()
+    assert listening.wait(10)
+    threads[1].start()
+    for thread in threads:
+        thread.join(30)
+    return stamps[1] - stamps[0]
+
+
+@pytest.mark.parametrize("gbps", [0.2, 0.8])
+def test_links_have_the_rate_that_was_asked_for(network, gbps):
+    # The second one without building anew.
+    network.set_rate(gbps)
+    num_bytes = round(gbps * 1e9 / 8 * 0.3)
+    before = network.sent_bytes()
+    times_s = [_send(network, num_bytes) for _ in range(3)]
+    sent, answered = (after - start for after, start in zip(network.sent_bytes(), before))
+    # The bucket is full at first: so much leaves at once.
+    expected_s = (num_bytes - shaped_network._MIN_BURST_BYTES) * 8 / (gbps * 1e9)
+    assert all(seconds > 0.99 * expected_s for seconds in times_s)
+    # Others may use this machine as well.
+    assert min(times_s) < 1.08 * expected_s
+    assert 3 * num_bytes < sent < 3.03 * num_bytes
+    # Acknowledgements alone.
+    assert answered < 0.03 * num_bytes
+
+
+def _users_of(inodes: set[int]) -> list[str]:
+    """Who still holds one of these namespaces: processes, or file descriptors."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            links = [process / "ns" / "net", *(process / "fd").iterdir()]
+        except OSError:
+            continue
+        for link in links:
+            try:
+                if link.stat().st_ino in inodes and "net:[" in os.readlink(link):
+                    found.append(str(link))
+            except OSError:
+                continue
+    return found
+
+
+def _interfaces() -> set[str]:
+    return {name for _, name in socket.if_nameindex()}
+
+
+@pytest.mark.usefixtures("network_works")
+def test_nothing_is_left_of_a_network():
+    home, interfaces = os.stat("/proc/thread-self/ns/net").st_ino, _interfaces()
+    with ShapedNetwork(3, 1.0) as network:
+        inodes = {os.stat(network.namespace(node)).st_ino for node in range(3)}
+        assert _interfaces() == interfaces
+        assert len(inodes) == 3
+        assert len(_users_of(inodes)) == 3
+    assert _users_of(inodes) == []
+    assert os.stat("/proc/thread-self/ns/net").st_ino == home
+
+
+def _start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "fusedcomm", "bench", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=_ROOT,
+        start_new_session=True,
+    )
+
+
+def _session_namespaces(leader: int) -> set[int]:
+    """Namespaces of the processes of a session, other than this one's."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(process.name)) == leader:
+                found.add((process / "ns" / "net").stat().st_ino)
+        except OSError:
+            continue
+    return found - {os.stat("/proc/self/ns/net").st_ino}
+
+
+@pytest.mark.usefixtures("network_works")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_an_interrupted_benchmark(number):
+    # At this rate the first check alone takes minutes.
+    process = _start("all_gather_matmul", "--link", "0.001", "--shape", "1024,1024,1024")
+    try:
+        assert "links of 0.001 Gbit/s" in process.stdout.readline(), process.stderr.read()
+        time.sleep(0.5)
+        inodes = _session_namespaces(process.pid)
+        assert len(inodes) == 2
+        if number == signal.SIGINT:
+            # As a terminal does: to all of its processes.
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    wait_until_session_ended(process.pid)
+    assert _users_of(inodes) == []
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    if number == signal.SIGINT:
+        assert errors == "fusedcomm: SIGINT: all ranks ended\n"
+
+
+def _exchange(state: RankState, peer_of: list[int], num_bytes: int) -> None:
+    out, into = torch.zeros(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
+    peer = peer_of[state.rank]
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, out, peer), dist.P2POp(dist.irecv, into, peer)]):
+        work.wait()
+
+
+def test_ranks_of_one_node_share_its_link(network):
+    seats = [Seat(core, INTERFACE, network.namespace(rank // 2)) for rank, core in enumerate(cores_of(4))]
+    num_bytes = 1_000_000
+    with Ranks(seats) as ranks:
+        # 0 and 1 are one node, 2 and 3 the other: neighbours do not use the link ...
+        before = network.sent_bytes()
+        ranks.run(_exchange, [1, 0, 3, 2], num_bytes)
+        between = network.sent_bytes()
+        assert all(after - start < 0.02 * num_bytes for after, start in zip(between, before))
+        # ... and both ranks of a node send over it.
+        ranks.run(_exchange, [2, 3, 0, 1], num_bytes)
+        sent = [after - start for after, start in zip(network.sent_bytes(), between)]
+        assert all(2 * num_bytes < count < 2.05 * num_bytes for count in sent)
+
+
+def _fail_on_rank_1(state: RankState) -> None:
+    if state.rank == 1:
+        raise ValueError("out of luck")
+    time.sleep(600)
+
+
+def _die_on_rank_1(state: RankState) -> None:
+    if state.rank == 1:
+        os._exit(3)
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("task", "words"), [(_fail_on_rank_1, "out of luck"), (_die_on_rank_1, "rank 1 died with exit code 3")]
+)
+def test_a_rank_that_fails_ends_the_others(task, words):
+    with pytest.raises(RankError, match=words), Ranks([Seat(None, "lo", None)] * 2) as ranks:
+        ranks.run(task)
+
+
+_TINY = {
+    "all_gather_matmul": "64,32,48",
+    "matmul_reduce_scatter": "64,32,48",
+    "matmul_all_reduce": "64,32,48",
+    "mlp": "64,32,48",
+    "attention": "64,64,48",
+    "gradients": "32,16,24",
+    "train_step": "128,32,128",
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_method_of_every_op_is_right(op, tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    world = 4 if op == "train_step" else 2
+    code = harness.run(Request(op, world, "loopback", "fp32", _TINY[op], None, 3, path))
+    assert code == 0, capsys.readouterr().out
+    rows = json.loads(path.read_text())
+    methods = [row["method"] for row in rows]
+    assert {"torch", "serial", "chunked", "auto"} <= set(methods)
+    assert ("dtensor" in methods) == (op in ("mlp", "attention"))
+    assert ("ddp_best" in methods) == (op == "gradients")
+    for row in rows:
+        assert (row["op"], row["world"], row["dtype"]) == (op, world, "fp32")
+        assert row["checked"] is True
+        assert row["link_gbps"] is None
+        assert 0 < row["p25_s"] <= row["median_s"] <= row["p75_s"]
+        assert row["of_ideal"] == pytest.approx(max(row["gemm_s"], row["wire_s"]) / row["median_s"])
+        assert row["vs_serial"] > 0
+        assert row["vs_torch"] > 0
+
+
+@pytest.mark.usefixtures("network_works")
+def test_the_balanced_link_carries_the_bytes_in_the_time_of_the_gemm(tmp_path):
+    json_path, plot_path = tmp_path / "rows.json", tmp_path / "plot.png"
+    request = Request("matmul_reduce_scatter", 2, "balanced", "fp32", "512,256,512", None, 3, json_path, plot_path)
+    assert harness.run(request) == 0
+    rows = {row["method"]: row for row in json.loads(json_path.read_text())}
+    own_bytes = 256 * 256 * 4
+    for row in rows.values():
+        assert row["wire_s"] == pytest.approx(own_bytes * 8 / (row["link_gbps"] * 1e9))
+    # Headers take the rest.
+    assert own_bytes < rows["serial"]["wire_bytes"] < 1.05 * own_bytes
+    assert own_bytes < rows["chunked"]["wire_bytes"] < 1.05 * own_bytes
+    # gloo's reduce-scatter is an all-reduce.
+    assert 1.9 * own_bytes < rows["torch"]["wire_bytes"] < 2.1 * own_bytes
+    assert plot_path.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch):
+    def start(*arguments):
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr(harness, "Ranks", start)
+    monkeypatch.setattr(harness, "ShapedNetwork", start)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"op": "matmul"}, "OP 'matmul' is unknown"),
+        ({"link": "0"}, "a link of 0 Gbit/s carries nothing"),
+        ({"link": "-1"}, "a link of -1 Gbit/s carries nothing"),
+        ({"link": "fast"}, "--link 'fast' is unknown"),
+        ({"world": 1}, "at least 2 ranks"),
+        ({"world": 100_000}, "too many ranks for the"),
+        ({"dtype_name": "fp8"}, "--dtype 'fp8' is unknown"),
+        ({"shape": "3,4"}, "give three numbers above 0"),
+        ({"shape": "4,4,0"}, "give three numbers above 0"),
+        ({"shape": "5,4,4"}, "M=5 does not divide by 2"),
+        ({"methods": "serial,dtensor"}, "--methods 'dtensor' is unknown for all_gather_matmul"),
+        ({"rounds": 2}, "quartiles need at least 3"),
+        ({"json_path": Path("/no/such/folder/x.json")}, "there is no folder /no/such/folder"),
+    ],
+)
+def test_mistakes_are_one_line(options, words, nothing_starts, capsys):
+    given = {"op": "all_gather_matmul", "world": 2, "link": "balanced", "dtype_name": "fp32"}
+    assert harness.run(Request(**(given | options))) == 2
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert errors.startswith("fusedcomm: ")
+    assert words in errors
+    assert errors.count("\n") == 1
+
+
+def test_a_plot_without_matplotlib_is_refused_at_once(nothing_starts, capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    request = Request("mlp", 2, "loopback", "fp32", plot_path=tmp_path / "plot.png")
+    assert harness.run(request) == 2
+    assert "--plot needs matplotlib" in capsys.readouterr().err
+
+
+def test_a_world_that_does_not_fit_into_memory_is_refused(nothing_starts, capsys, monkeypatch):
+    monkeypatch.setattr("fusedcomm.bench.ranks.available_bytes", lambda: 100 * 2**20)
+    assert harness.run(Request("mlp", 2, "loopback", "fp32")) == 2
+    assert "0.6 GiB before any tensor, but 0.1 GiB are free" in capsys.readouterr().err
+
+
+def test_without_tc_the_package_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(shaped_network.shutil, "which", lambda name, path: None if name == "tc" else f"/sbin/{name}")
+    assert harness.run(Request("mlp", 2, "1", "fp32")) == 2
+    errors = capsys.readouterr().err
+    assert "`tc` is not installed; install the package iproute2" in errors
+    assert "--link loopback" in errors
+    assert errors.count("\n") == 1
+
+
+def test_without_root_loopback_is_offered():
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            if os.geteuid() == 0:
+                os.setuid(65534)
+            ShapedNetwork(2, 1.0)
+            os.write(writer, b"no error")
+        except BenchError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    words = os.read(reader, 10_000).decode()
+    os.close(reader)
+    os.close(writer)
+    if "is not installed" in words:
+        pytest.skip(words)
+    assert "needs root" in words
+    assert "--link loopback" in words
+    assert "\n" not in words
+
+
+def test_a_wrong_result_is_found():
+    exact = {"y": torch.randn(100, dtype=torch.float64), "dx": torch.ones(3, dtype=torch.float64)}
+    plain = {name: tensor.float() for name, tensor in exact.items()}
+    assert complaints(plain, exact, plain) == []
+    assert complaints({"y": plain["y"] + 1e-5, "dx": plain["dx"]}, exact, plain)[0].startswith("y misses fp64 by")
+    assert complaints({"y": plain["y"] * torch.nan, "dx": plain["dx"]}, exact, plain)[0].startswith("y misses fp64 by")
+    assert complaints({"y": plain["y"][:99], "dx": plain["dx"]}, exact, plain) == ["y has shape [99], not [100]"]
+    assert complaints({"y": plain["y"]}, exact, plain) == ["no dx"]
+
+
+class _Clock:
+    """Runs that take the given times, in turn."""
+
+    def __init__(self, times_s: list[float]) -> None:
+        self.times_s = times_s
+        self.order: list[str] = []
+
+    def time(self, name: str, repeats: int) -> tuple[float, int]:
+        self.order.append(name)
+        return self.times_s[len(self.order) % len(self.times_s)], 0
+
+
+def test_rounds_are_added_until_the_quartiles_are_close():
+    quiet, restless = _Clock([1.0, 1.01]), _Clock([1.0, 1.0, 2.0, 2.0, 3.0])
+    assert len(harness._time_all(quiet, ["a", "b", "c"], 4)["a"].seconds) == 4
+    assert len(harness._time_all(restless, ["a", "b", "c"], 4)["a"].seconds) == 12
+    # After two rounds to warm up, each method comes first in its turn.
+    assert quiet.order[6:15] == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+
+
+def test_ratios_are_medians_within_rounds():
+    laps = {"serial": harness._Laps([2.0, 4.0, 8.0], []), "chunked": harness._Laps([1.0, 2.0, 2.0], [])}
+    assert harness._speed_up(laps, "serial", "chunked") == statistics.median([2.0, 2.0, 4.0])
+    assert harness._speed_up(laps, "torch", "chunked") is None
+
+
+def test_rows_are_as_documented():
+    promised = "op world dtype shape link_gbps method num_chunks median_s p25_s p75_s gemm_s wire_s of_ideal vs_serial"
+    assert list(Row.__dataclass_fields__)[:17] == [*promised.split(), "vs_torch", "wire_bytes", "checked"]
