@@ -145,7 +145,7 @@ def bench(
         str,
         typer.Argument(
             metavar="OP",
-            help="all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, mlp, attention, gradients or train_step.",
+            help="all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, mlp, attention, gradients, train_step.",
         ),
     ],
     world: Annotated[int, typer.Option(help="Ranks, each on a core of this machine.")] = 2,
