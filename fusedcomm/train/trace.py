@@ -89,7 +89,7 @@ def plot_timeline(path: Path, events: Sequence[Sequence[Event]], mesh: Mesh, *, 
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     axes.set_title(title, fontsize=10)
-    names = {"compute": "computes", "wait": "stands still for a transfer", "transfer": "travels"}
+    names = {"compute": "multiplies", "wait": "stands still for a transfer", "transfer": "travels"}
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=_COLOURS[kind]) for kind in names]
     figure.legend(handles, names.values(), loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=130)
