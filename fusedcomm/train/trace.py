@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fusedcomm.comm.mesh import Mesh
 from fusedcomm.comm.record import Event, Recording, recording
-from fusedcomm.train.config import Config
+from fusedcomm.train.config import Config, ParallelConfig
 from fusedcomm.train.data import open_data
-from fusedcomm.train.layout import describe_layout
+from fusedcomm.train.layout import coordinates, describe_layout
 from fusedcomm.train.loop import mesh_of
 from fusedcomm.train.trainer import Trainer
 
@@ -36,9 +35,9 @@ def trace(config: Config, *, steps: int, json_path: Path | None, plot_path: Path
     if events is None:
         return
     if json_path is not None:
-        write_trace(json_path, events, mesh)
+        write_trace(json_path, events, config.parallel_config)
     if plot_path is not None:
-        plot_timeline(plot_path, events, mesh, title=f"step {steps}: {describe_layout(config)}")
+        plot_timeline(plot_path, events, config.parallel_config, title=f"step {steps}: {describe_layout(config)}")
 
 
 def gather_events(record: Recording) -> list[list[Event]] | None:
@@ -50,13 +49,18 @@ def gather_events(record: Recording) -> list[list[Event]] | None:
     return gathered
 
 
-def write_trace(path: Path, events: Sequence[Sequence[Event]], mesh: Mesh) -> None:
+def write_trace(path: Path, events: Sequence[Sequence[Event]], parallel: ParallelConfig) -> None:
     """The events as Chrome trace JSON: a process per rank, named by its place on the mesh, a track per thread."""
     origin_s = _origin(events)
     rows: list[dict[str, object]] = []
     for rank, own in enumerate(events):
         rows.append(
-            {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank} ({place(rank, mesh)})"}}
+            {
+                "ph": "M",
+                "pid": rank,
+                "name": "process_name",
+                "args": {"name": f"rank {rank} ({coordinates(parallel, rank)})"},
+            }
         )
         rows += [
             {
@@ -74,7 +78,7 @@ def write_trace(path: Path, events: Sequence[Sequence[Event]], mesh: Mesh) -> No
     path.write_text(json.dumps({"traceEvents": rows}) + "\n")
 
 
-def plot_timeline(path: Path, events: Sequence[Sequence[Event]], mesh: Mesh, *, title: str) -> None:
+def plot_timeline(path: Path, events: Sequence[Sequence[Event]], parallel: ParallelConfig, *, title: str) -> None:
     """Two lanes a rank, the computing thread's (computing and waiting) above what travels from it."""
     from matplotlib import pyplot
 
@@ -85,7 +89,7 @@ def plot_timeline(path: Path, events: Sequence[Sequence[Event]], mesh: Mesh, *, 
             lane = rank + (0.2 if event.kind == "transfer" else -0.2)
             span_ms = ((event.start_s - origin_s) * 1e3, (event.end_s - event.start_s) * 1e3)
             axes.broken_barh([span_ms], (lane - 0.18, 0.36), facecolors=_COLOURS[event.kind], linewidth=0)
-    axes.set_yticks(range(len(events)), [f"rank {rank}\n{place(rank, mesh)}" for rank in range(len(events))])
+    axes.set_yticks(range(len(events)), [f"rank {rank}\n{coordinates(parallel, rank)}" for rank in range(len(events))])
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     axes.set_title(title, fontsize=10)
@@ -94,11 +98,6 @@ def plot_timeline(path: Path, events: Sequence[Sequence[Event]], mesh: Mesh, *, 
     figure.legend(handles, names.values(), loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
-
-
-def place(rank: int, mesh: Mesh) -> str:
-    """`pp0 dp1 tp0`, tp innermost."""
-    return f"pp{rank // (mesh.dp * mesh.tp)} dp{rank // mesh.tp % mesh.dp} tp{rank % mesh.tp}"
 
 
 def _origin(events: Sequence[Sequence[Event]]) -> float:
