@@ -63,6 +63,7 @@ class GlooExchange:
         outgoing: Sequence[Tensor | None],
         incoming: Sequence[Tensor | None],
         overlapped: bool,
+        paced: bool,
     ) -> None:
         self._channel = channel
         self._op = op
@@ -70,6 +71,10 @@ class GlooExchange:
         self._steps = steps
         self._outgoing = outgoing
         self._incoming = incoming
+        self._paced = paced
+        # Per step: whether its rows are in, settled by whichever thread needs to know first.
+        self._locks = [threading.Lock() for _ in steps]
+        self._arrived = [False for _ in steps]
         num_bytes = sum(tensor.nbytes for tensor in outgoing if tensor is not None)
         self._threaded = overlapped and num_bytes >= _MIN_THREADED_BYTES
         # Posted from the caller's thread: (index, when, work).
@@ -103,19 +108,37 @@ class GlooExchange:
         try:
             # What no peer would ever receive must not keep this thread from its other work.
             self._headers.check()
+            if self._paced:
+                self._await_distance(self._steps[index].distance - 1)
             with span("transfer", f"{self._op} to {dst}", tensor.nbytes):
                 work = self._channel.group.send([tensor], dst, self._tag)
                 wait_for(work, self._op, dst, index, f"did not take chunk {index}")
         except Exception as error:
             self._error = error
 
+    def _await_distance(self, distance: int) -> None:
+        """Return when all rows from that distance are in: then the peers' links are free of what was sent there.
+
+        A send is over when the kernel has taken the bytes, which may be long before they have left. Sent right after
+        one another, messages to several peers would share the link and all arrive at the end.
+        """
+        for index, step in enumerate(self._steps):
+            if step.distance == distance:
+                self._arrive(index)
+
+    def _arrive(self, index: int) -> None:
+        work, src = self._receives[index], self._steps[index].src
+        with self._locks[index]:
+            if work is not None and not self._arrived[index]:
+                wait_for(work, self._op, src, index, f"did not deliver chunk {index}")
+                self._arrived[index] = True
+
     def wait(self, index: int) -> None:
-        src, work = self._steps[index].src, self._receives[index]
-        if work is None:
+        if self._receives[index] is None:
             return
-        with span("wait", f"{self._op} from {src}"):
+        with span("wait", f"{self._op} from {self._steps[index].src}"):
             self._check()
-            wait_for(work, self._op, src, index, f"did not deliver chunk {index}")
+            self._arrive(index)
 
     def finish(self) -> None:
         with span("wait", f"{self._op} sent"):
@@ -157,6 +180,7 @@ class NcclExchange:
         outgoing: Sequence[Tensor | None],
         incoming: Sequence[Tensor | None],
         overlapped: bool,
+        paced: bool,
     ) -> None:
         self._channel = channel
         self._op = op
@@ -164,6 +188,7 @@ class NcclExchange:
         self._steps = steps
         self._outgoing = outgoing
         self._incoming = incoming
+        # Always paced: each step's send and receive are one group, and the groups follow one another on the stream.
         self._overlapped = overlapped
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._stream = _side_stream(torch.cuda.current_device())

@@ -44,10 +44,13 @@ def open_exchange(
     device: torch.device,
     *,
     overlapped: bool,
+    paced: bool,
 ) -> Exchange:
     """The exchange for tensors on `device`: NCCL's for CUDA, gloo's for the CPU.
 
-    `overlapped` says whether the caller computes meanwhile; without, nothing runs beside it.
+    `overlapped` says whether the caller computes meanwhile; without, nothing runs beside it. With `paced` a
+    distance's rows leave only when those from the distance before have come in, which keeps messages to several peers
+    from sharing the link; right where everything is ready to leave at once.
 
     Raises:
         ValueError: the group has no backend for that device.
@@ -55,4 +58,4 @@ def open_exchange(
     channel: Channel = channel_of(group)
     backend = channel.backend_of(op, device)
     kind = NcclExchange if backend == "nccl" else GlooExchange
-    return kind(channel, op, signature, steps, outgoing, incoming, overlapped)
+    return kind(channel, op, signature, steps, outgoing, incoming, overlapped, paced)

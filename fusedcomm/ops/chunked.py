@@ -117,6 +117,7 @@ class Gather:
             [None if step.recv is None else self._full[step.recv.start : step.recv.stop] for step in self._steps],
             shard.device,
             overlapped=not self._serial,
+            paced=True,
         )
         self._exchange.start()
         for index in range(len(self._steps)):
@@ -191,6 +192,7 @@ class Scatter:
             ],
             like.device,
             overlapped=not self._serial,
+            paced=False,
         )
         self._exchange.start()
 

@@ -118,6 +118,7 @@ class _AllReduce:
             incoming,
             like.device,
             overlapped=not self._serial,
+            paced=False,
         )
         self._exchange.start()
 
