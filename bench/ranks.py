@@ -5,10 +5,8 @@ What the parent tells them, and what they answer, goes through pipes, so the lin
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
-import platform
 import signal
 import socket
 import tempfile
@@ -36,8 +34,6 @@ _TIMEOUT_S = 600.0
 # Python, torch and gloo's buffers of one rank, before any tensor.
 _RANK_BYTES = 300 * 2**20
 _MAX_RANKS_PER_CORE = 8
-# Of malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 @dataclass(frozen=True)
@@ -199,7 +195,6 @@ def _serve(rank: int, world: int, seat: Seat, store: Path, pipe: connection.Conn
         os.sched_setaffinity(0, {seat.core})
     threading.Thread(target=_end_with_parent, name="parent watch", daemon=True).start()
     torch.set_num_threads(1)
-    _keep_memory()
     # torch renames its collectives; the new names are not in every version that we run with.
     warnings.simplefilter("ignore", FutureWarning)
     os.environ["GLOO_SOCKET_IFNAME"] = seat.interface
@@ -231,18 +226,6 @@ def _join(state: RankState, store: Path) -> None:
     )
     # Connects every pair now, not in the first measurement.
     dist.barrier()
-
-
-def _keep_memory() -> None:
-    """Have malloc keep what is freed, as torch's allocator for GPUs does.
-
-    glibc gives blocks above 32 MB back to the kernel at once, and faults every page of the next one: a sixth of the time
-    of a GEMM with a result of 64 MB, and never the same.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_MAX, 0)
-        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _end_with_parent() -> None:
