@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: train test lint timeline clean
+.PHONY: train test lint clean
 
 train: $(READY)
 	$(BIN)/fusedcomm train examples/quickstart.yaml --fit

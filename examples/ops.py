@@ -12,5 +12,5 @@ w_up, w_down = torch.randn(256, 64) / 8, torch.randn(64, 256) / 16  # this rank'
 y = fusedcomm.all_gather_matmul(x_shard, w_up, group=group)  # all rows: [512, 256]
 z = fusedcomm.matmul_reduce_scatter(y, w_down, group=group)  # this rank's rows, summed: [256, 64]
 z.square().mean().backward()  # the backward overlaps too
-print(tuple(y.shape), tuple(z.shape), fusedcomm.last_path(), flush=True)
+print(f"{tuple(y.shape)} {tuple(z.shape)} {fusedcomm.last_path()}", flush=True)
 dist.destroy_process_group()

@@ -176,18 +176,26 @@ def _backward(
     saved = saved.contiguous()
 
     def run(call: Call) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
+        dx, x_full = None, saved
         # First in the queue of what travels: it is needed first.
-        gather = (
-            Gather(replace(call, op=f"{call.op} gather"), saved, keep=defer) if need_w and save == "shard" else None
-        )
+        gather = None
+        if need_w and save == "shard":
+            gather = Gather(replace(call, op=f"{call.op} gather"), saved, keep=defer)
+            if call.is_serial:
+                x_full = gather.complete()
         scatter = Scatter(call, saved.shape[1], saved.shape[2], saved) if need_x else None
         if scatter is not None:
             scatter_input_gradient(scatter, grads, grad_full, weights)
-        x_full = saved if gather is None else gather.complete()
+            if call.is_serial:
+                dx = scatter.finish()
+        if gather is not None and not call.is_serial:
+            x_full = gather.complete()
         dws = [weight_gradient(grad, x_full) for grad in grads] if need_w and not defer else []
         if gather is not None:
             gather.release()
-        return None if scatter is None else scatter.finish(), dws, x_full if defer else None
+        if scatter is not None and not call.is_serial:
+            dx = scatter.finish()
+        return dx, dws, x_full if defer else None
 
     features = [w.shape[0] for w in weights]
     return run_by(method, f"{_OP} backward", group, sizes, saved, saved.shape[1:], features, run)

@@ -43,6 +43,11 @@ class Call:
         )
 
     @property
+    def is_serial(self) -> bool:
+        """Whether nothing may be computed while something travels."""
+        return self.choice.method == "serial"
+
+    @property
     def rank(self) -> int:
         return self.group.rank()
 
@@ -102,7 +107,7 @@ class Gather:
 
     def __init__(self, call: Call, shard: Tensor, *, keep: bool) -> None:
         self.call = call
-        self._serial = call.choice.method == "serial"
+        self._serial = call.is_serial
         self._shard = shard
         shape = (call.rows, *shard.shape[1:])
         self._keep = keep
@@ -173,7 +178,7 @@ class Scatter:
 
     def __init__(self, call: Call, lead: int, features: int, like: Tensor) -> None:
         self.call = call
-        self._serial = call.choice.method == "serial"
+        self._serial = call.is_serial
         world, rank, own = len(call.sizes), call.rank, call.own
         self._steps = reduce_scatter_steps(rank, call.sizes, call.choice.num_chunks)
         # What leaves, laid out as the full tensor; the own rows' place in it stays unused but for `serial`.
