@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 
 import torch
@@ -14,41 +13,22 @@ from torch import Tensor
 from torch.distributed import P2POp, Work
 
 from fusedcomm.comm.channel import Channel, payload_tag, wait_for
+from fusedcomm.comm.queue import URGENT
 from fusedcomm.comm.record import note, span, wait_on_stream
 from fusedcomm.comm.ring import Step
+from fusedcomm.comm.worker import Worker
 from fusedcomm.errors import PeerError
 
 # Less than this is sent before another thread would have woken up to send it.
 _MIN_THREADED_BYTES = 256 * 1024
 
 
-class _Sender:
-    """One thread per process that runs jobs first in, first out.
-
-    gloo copies a message's bytes in the thread that posts it, so posting from here leaves the computing thread free;
+@cache
+def _sender() -> Worker:
+    """gloo copies a message's bytes in the thread that posts it, so posting from here leaves the computing thread free;
     and sending one message after the other lets each have the whole link.
     """
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="fusedcomm-sender", daemon=True).start()
-
-    def submit(self, job: Callable[[], None]) -> threading.Event:
-        """Run `job`, which must not raise, after all others; the event is set when it is over."""
-        done = threading.Event()
-        self._jobs.put((job, done))
-        return done
-
-    def _run(self) -> None:
-        while True:
-            job, done = self._jobs.get()
-            job()
-            done.set()
-
-
-@cache
-def _sender() -> _Sender:
-    return _Sender()
+    return Worker("fusedcomm-sender")
 
 
 class GlooExchange:
@@ -110,7 +90,7 @@ class GlooExchange:
             self._headers.check()
             if self._paced:
                 self._await_distance(self._steps[index].distance - 1)
-            with span("transfer", f"{self._op} to {dst}", tensor.nbytes):
+            with URGENT.passing(), span("transfer", f"{self._op} to {dst}", tensor.nbytes):
                 work = self._channel.group.send([tensor], dst, self._tag)
                 wait_for(work, self._op, dst, index, f"did not take chunk {index}")
         except Exception as error:
