@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fusedcomm.kernels.checks import check_matmul, check_words
+from fusedcomm.kernels.checks import check_matmul, check_timeout, check_words
 from fusedcomm.kernels.config import GemmConfig
 from fusedcomm.kernels.epilogue import NOTHING, Epilogue
 from fusedcomm.kernels.flags import Chunks
@@ -40,9 +40,7 @@ def all_gather_matmul(
     weights = check_matmul(op, x_full, w, y, epilogue=epilogue, num_programs=num_programs)
     chunks.check(op, x_full.shape[0], x_full.device)
     check_words(op, "status", status, 4, x_full.device)
-    # The kernel counts in 32 bits.
-    if not 1 <= timeout_us < 2**31:
-        raise ValueError(f"{op}: timeout_us={timeout_us}; must be 1 to {2**31 - 1}")
+    check_timeout(op, timeout_us)
     return launch(
         x_full,
         weights,

@@ -115,6 +115,12 @@ def check_device(op: str, *tensors: Tensor | None) -> None:
         )
 
 
+def check_timeout(op: str, timeout_us: int) -> None:
+    # The kernel counts in 32 bits.
+    if not 1 <= timeout_us < 2**31:
+        raise ValueError(f"{op}: timeout_us={timeout_us}; must be 1 to {2**31 - 1}")
+
+
 def check_words(
     op: str,
     name: str,

@@ -18,8 +18,9 @@ from fusedcomm.kernels.checks import check_words
 from fusedcomm.kernels.tile_order import chunks_touched
 
 # Which operation waited in vain: the first word of a status record, where 0 stands for none.
-OPS = (None, "all_gather_matmul")
+OPS = (None, "all_gather_matmul", "await_rows")
 ALL_GATHER_MATMUL = tl.constexpr(OPS.index("all_gather_matmul"))
+AWAIT_ROWS = tl.constexpr(OPS.index("await_rows"))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent
 # Leftmost knows nothing of the rest.
 ORDER = [
     {"errors"},
-    {"kernels", "comm"},
+    {"kernels"},
+    {"comm"},
     {"tune"},
     {"ops", "reference"},
     {"nn"},
@@ -67,7 +68,7 @@ def test_imports_go_one_way(room, path):
 
 def test_the_rule_can_fail():
     assert violations("ops", "from fusedcomm.nn import MLP") == ["ops imports fusedcomm.nn"]
-    assert violations("comm", "import fusedcomm.kernels.flags") == ["comm imports fusedcomm.kernels.flags"]
+    assert violations("kernels", "import fusedcomm.comm.ring") == ["kernels imports fusedcomm.comm.ring"]
     assert violations("nn", "from fusedcomm.ops import all_gather_matmul") == []
 
 

@@ -61,14 +61,20 @@ class Headers:
             if not self._checked:
                 self._checked = True
                 try:
-                    self._receive()
+                    self._channel.compare(self._op, self._call, self._signature, self.receive())
+                    self.finish_sends()
                 except PeerError as error:
                     self._error = error
                     self._channel.keep(self, *self._receives.values(), *self._sends.values())
         if self._error is not None:
             raise self._error
 
-    def _receive(self) -> None:
+    def receive(self) -> dict[int, tuple[int, str]]:
+        """Every peer's call number and signature, whatever they are.
+
+        Raises:
+            PeerError: a peer is late beyond the group's time-out, or gone.
+        """
         absent = "did not call the operation"
         for peer, header in self._theirs.items():
             wait_for(self._receives[peer], self._op, peer, -1, absent)
@@ -76,10 +82,12 @@ class Headers:
             while _decode(header)[0] < self._call:
                 again = self._channel.group.recv([header], peer, HEADER_TAG)
                 wait_for(again, self._op, peer, -1, absent)
-        theirs = {peer: _decode(header) for peer, header in self._theirs.items()}
-        self._channel.compare(self._op, self._call, self._signature, theirs)
+        return {peer: _decode(header) for peer, header in self._theirs.items()}
+
+    def finish_sends(self) -> None:
+        """Return when the peers have taken this rank's header."""
         for peer, work in self._sends.items():
-            wait_for(work, self._op, peer, -1, absent)
+            wait_for(work, self._op, peer, -1, "did not take the header")
 
 
 class Channel:
@@ -135,6 +143,18 @@ class Channel:
             self.agree_on_device(op, call, signature, device)
         else:
             self.announce(op, call, signature).check()
+
+    def share(self, op: str, text: str) -> dict[int, str]:
+        """Every peer's `text`, of less than `HEADER_BYTES`, over gloo; a call of its own, which all ranks make."""
+        headers = self.announce(op, self.next_call(), text)
+        theirs = {peer: their_text for peer, (_, their_text) in headers.receive().items()}
+        headers.finish_sends()
+        return theirs
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a wait for a peer may take: the time-out of the group's gloo backend."""
+        return self.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
     def agree_on_device(self, op: str, call: int, signature: str, device: torch.device) -> None:
         """The same over NCCL, where a look at the headers stalls the host: only for signatures not seen before.

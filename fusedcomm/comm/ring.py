@@ -62,6 +62,16 @@ def cut(sizes: Sequence[int], owner: int, weights: Sequence[int]) -> tuple[Chunk
     return tuple(Chunk(owner, start, stop) for start, stop in pairwise(bounds) if start < stop)
 
 
+def chunk_bounds(sizes: Sequence[int], pieces: int) -> tuple[int, ...]:
+    """Where the chunks of all shards begin, and where the last one ends, each shard cut into `pieces` equal ones.
+
+    Every rank has as many chunks as any other, some of them empty where rows are few.
+    """
+    starts = accumulate(sizes, initial=0)
+    inner = [start + size * piece // pieces for start, size in zip(starts, sizes) for piece in range(pieces)]
+    return (*inner, sum(sizes))
+
+
 def tapered(num_chunks: int) -> tuple[int, ...]:
     """Weights 1/2, 1/4, ... with the last one twice: (4, 2, 1, 1)."""
     return (*(1 << power for power in range(num_chunks - 2, -1, -1)), 1)

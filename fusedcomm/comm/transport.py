@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch.distributed import ProcessGroup
 from fusedcomm.comm.c10d import GlooExchange, NcclExchange
 from fusedcomm.comm.channel import Channel, channel_of
 from fusedcomm.comm.ring import Step
+
+if TYPE_CHECKING:
+    from fusedcomm.kernels.flags import Chunks
 
 
 class Exchange(Protocol):
@@ -59,3 +63,139 @@ def open_exchange(
     backend = channel.backend_of(op, device)
     kind = NcclExchange if backend == "nccl" else GlooExchange
     return kind(channel, op, signature, steps, outgoing, incoming, overlapped, paced)
+
+
+class Flight(Protocol):
+    """One call of a fused op on one rank: what travels while a kernel runs, and what the kernel is told of it.
+
+    Attributes:
+        status: [4] int32, (op, rank, chunk, epoch) of the first wait that was in vain; zero if there was none.
+        timeout_us: how long a kernel may wait for a chunk; in the interpreter, how often it may look.
+    """
+
+    status: Tensor
+    timeout_us: int
+
+    def finish(self) -> None:
+        """All kernels of the call are launched: tell the peers when they have run, and see to what went wrong.
+
+        Where the kernels run asynchronously this does not wait for them; what went wrong is then raised by a later
+        call of the transport. The buffers may be read by what was launched before, and by nothing after.
+
+        Raises:
+            PeerError: a chunk did not come in time, or a peer is gone, late or calls something else. What was computed
+                is void, and so is the transport: every later call raises this again.
+        """
+
+
+class GatherFlight(Flight, Protocol):
+    """Everybody's rows on their way into every rank's buffer.
+
+    Attributes:
+        x_full: [rows, features], in the transport's memory; own rows are there and flagged, those of peers arrive.
+        chunks: its rows, and the flags that rise as they arrive.
+    """
+
+    x_full: Tensor
+    chunks: Chunks
+
+
+class ScatterFlight(Flight, Protocol):
+    """Everybody's partial sums on their way to the owners of the rows.
+
+    Attributes:
+        y_partial: [rows, features], to be filled by the kernel that `produce` launches.
+        chunks: its rows, and the flags that the kernel raises.
+        counters: [number of chunks] int32 for that kernel.
+        summands: [world, own rows, features], in the transport's memory: by source rank, our own among them.
+        arrivals: the rows of `summands` as [world * own rows], and the flags that rise as they arrive; `chunks` of
+            rank r are those that rank r sends.
+    """
+
+    y_partial: Tensor
+    chunks: Chunks
+    counters: Tensor
+    summands: Tensor
+    arrivals: Chunks
+
+    def produce(self, launch: Callable[[], object]) -> None:
+        """Call `launch`, which starts the kernel that fills `y_partial`, and send each chunk once its flag is up.
+
+        Whether the sending is set up before or after the launch is up to the transport.
+        """
+
+
+class FlagTransport(Protocol):
+    """What a fused op asks of the wire: chunks that travel while a kernel runs, each followed by its flag.
+
+    The protocol is that of `tests/protocol_model.py`. Each of a call's two kinds has two buffers on every rank, which
+    its calls use in turn. A buffer has an *epoch*, the number of the calls that used it, on the device, a flag for
+    each chunk, and for each peer a word that says up to which epoch that peer has read its own such buffer. A sender
+    copies a chunk into the receiver's buffer and then raises the chunk's flag there to the epoch; before its first
+    copy of a call it waits until the receiver has read what the call before left in that buffer. Epochs only grow,
+    modulo 2^32, and every wait compares modulo: nothing is ever reset. A buffer's own flags, where the model has one
+    set for both, let a wait see fewer raises than it does there, and the one that it needs.
+
+    Calls of one kind finish in the order in which they were made, and at most two are under way at once. Every rank
+    makes the same calls in the same order. Rows are those of matrices, `sizes` those of each rank; every rank's are
+    cut into `pieces` chunks (`ring.chunk_bounds`).
+
+    Attributes:
+        name: `shared`, `simulated`, ...
+        rank, world: who we are, and how many ranks there are.
+        communication_sms: how many SMs a persistent kernel must leave to the transport.
+    """
+
+    name: str
+    rank: int
+    world: int
+    communication_sms: int
+
+    def gather(self, op: str, signature: str, shard: Tensor, sizes: Sequence[int], pieces: int) -> GatherFlight:
+        """Let our rows, `shard` [sizes[rank], features], travel to every peer: to the one that needs them next first.
+
+        `shard` is read on the current stream before the call returns. `signature` says in words what every rank must
+        agree on.
+        """
+        ...
+
+    def scatter(
+        self, op: str, signature: str, like: Tensor, features: int, sizes: Sequence[int], pieces: int
+    ) -> ScatterFlight:
+        """Be ready to send partial sums, of `like`'s dtype and device, to the owners of the rows."""
+        ...
+
+
+_flag_transports: weakref.WeakKeyDictionary[ProcessGroup, FlagTransport] = weakref.WeakKeyDictionary()
+
+
+def flag_transport_of(group: ProcessGroup, op: str, device: torch.device) -> FlagTransport:
+    """The group's one transport for fused ops on tensors on `device`.
+
+    Raises:
+        ValueError: there is none, and why.
+    """
+    transport = _flag_transports.get(group)
+    if transport is None:
+        transport = _flag_transports[group] = _open_flag_transport(channel_of(group), op, device)
+    return transport
+
+
+def _open_flag_transport(channel: Channel, op: str, device: torch.device) -> FlagTransport:
+    channel.backend_of(op, device)
+    remedy = "use method='chunked'"
+    if device.type != "cpu":
+        raise ValueError(f"{op}: method='fused' has no transport for {device.type} tensors yet; {remedy}")
+    try:
+        from fusedcomm.kernels._triton import INTERPRETED
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{op}: method='fused' cannot run: {error}; {remedy}") from error
+    if not INTERPRETED:
+        raise ValueError(
+            f"{op}: method='fused' on CPU tensors needs Triton's interpreter, but this process's compiles for a "
+            f"GPU; set TRITON_INTERPRET=1 before Triton is first imported, or {remedy}"
+        )
+    # Imports Triton, which the other methods do without.
+    from fusedcomm.comm.shared import SharedTransport
+
+    return SharedTransport(channel)
