@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,11 +17,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fusedcomm.bench.block import METHODS as METHODS
-from fusedcomm.bench.block import Block, DTensorNorm, linear_of
+from fusedcomm.bench import block
+from fusedcomm.bench.block import Block, DTensorNorm, Forward, linear_of, rms_norm
 from fusedcomm.bench.case import Case, Spec, check_divides
-from fusedcomm.nn import swiglu
+from fusedcomm.nn.turns import Steps, in_turns
+from fusedcomm.ops.begin import begin_all_gather_matmul, begin_matmul_reduce_scatter
 
+# `interleave` computes the two halves of the rows in turns, as `tp_sync: interleave` does with those of a batch.
+METHODS = (*block.METHODS, "interleave")
 EXTRA_METHODS: tuple[str, ...] = ()
 
 
@@ -40,13 +44,31 @@ def make_case(spec: Spec, rank: int) -> Case:
 class _MLP(Block):
     columns = ("gate", "up")
     row = "down"
+    activation = "swiglu"
 
     def inner(self, products: list[Tensor]) -> Tensor:
         gate, up = products
         return F.silu(gate) * up
 
-    def inner_of_ours(self, products: list[Tensor]) -> Tensor:
-        return swiglu(products[0], products[1])
+    def our_forward(self, method: str) -> Forward:
+        return self._interleaved if method == "interleave" else super().our_forward(method)
+
+    def _interleaved(self, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        def steps(half: Tensor) -> Steps:
+            products = begin_all_gather_matmul(
+                rms_norm(half, weights["norm"]),
+                [weights["gate"], weights["up"]],
+                group=self.group,
+                save="gathered",
+            )
+            yield
+            halves = products()
+            yield
+            return begin_matmul_reduce_scatter(
+                halves, weights["down"], group=self.group, input_activation=self.activation
+            )
+
+        return torch.cat(in_turns(*(steps(half) for half in x.chunk(2))))
 
     def dtensor_model(self, mesh: DeviceMesh, full: Mapping[str, Tensor]) -> nn.Module:
         plan = {

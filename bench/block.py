@@ -20,11 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from fusedcomm.bench.case import Method, Results, Spec, normal, world_group
 from fusedcomm.ops import all_gather, all_gather_matmul, matmul_reduce_scatter, reduce_scatter
+from fusedcomm.ops.activation import Activation, activate
 
 # The normed rows of this rank and the weights to products of all rows; products of all rows and the weight to this
 # rank's rows of their sum.
 Column = Callable[[Tensor, Sequence[Tensor]], list[Tensor]]
-Row = Callable[[Tensor, Tensor], Tensor]
+Row = Callable[[list[Tensor], Tensor], Tensor]
+# This rank's rows and all weights to this rank's rows of the result.
+Forward = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 
 METHODS = ("torch", "dtensor", "serial", "chunked", "auto")
 
@@ -35,6 +38,8 @@ class Block(ABC):
     # Names of the column-parallel weights [N, K] and of the row-parallel one [K, N].
     columns: tuple[str, ...]
     row: str
+    # Where `inner` is one, our row-parallel op computes it with its chunks.
+    activation: Activation | None = None
 
     def __init__(self, spec: Spec, rank: int) -> None:
         self.spec, self.rank = spec, rank
@@ -55,10 +60,6 @@ class Block(ABC):
     def dtensor_model(self, mesh: DeviceMesh, full: Mapping[str, Tensor]) -> torch.nn.Module:
         """The same block as a torch user writes it, with parameters named as here and values as in `full`."""
 
-    def inner_of_ours(self, products: list[Tensor]) -> Tensor:
-        """The same as `inner`, by our layers' own functions."""
-        return self.inner(products)
-
     def open(self, name: str) -> Method:
         if name == "compute":
             return Method(self._run_compute)
@@ -66,14 +67,13 @@ class Block(ABC):
             return Method(self._run_transfers)
         if name == "dtensor":
             return self._open_dtensor()
-        if name == "torch":
-            return Method(lambda: self._run(self._torch_column, self._torch_row, self.inner))
-        return Method(lambda: self._run(self._our_column(name), self._our_row(name), self.inner_of_ours))
+        forward = self._torch_forward if name == "torch" else self.our_forward(name)
+        return Method(lambda: self._run(forward))
 
     def reference(self, dtype: torch.dtype) -> Results:
         full = {name: tensor.to(dtype) for name, tensor in self._full_inputs().items()}
         weights = {name: full[name] for name in self._weights}
-        found = self._differentiate(full["x"], full["dy"], weights, _all_products, F.linear, self.inner)
+        found = self._differentiate(full["x"], full["dy"], weights, self._one_after_the_other(_all_products, self._row))
         mine = {name: self._shard(name.removeprefix("d_"), value) for name, value in found.items() if name[:2] == "d_"}
         return {"y": found["y"][self._rows], "dx": found["dx"][self._rows], **mine}
 
@@ -92,49 +92,61 @@ class Block(ABC):
             return full.chunk(self.spec.world, 0)[self.rank]
         return full.chunk(self.spec.world, 1)[self.rank] if name == self.row else full
 
-    def _run(self, column: Column, row: Row, inner: Callable[[list[Tensor]], Tensor]) -> Results:
-        found = self._differentiate(self._x, self._dy, self._weights, column, row, inner)
+    def our_forward(self, method: str) -> Forward:
+        def column(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+            # As DTensor does, keep the gathered rows: the same bytes travel.
+            return all_gather_matmul(x, weights, group=self.group, save="gathered", method=method)
+
+        def row(products: list[Tensor], weight: Tensor) -> Tensor:
+            if self.activation is None:
+                return matmul_reduce_scatter(self.inner(products), weight, group=self.group, method=method)
+            return matmul_reduce_scatter(
+                products, weight, group=self.group, input_activation=self.activation, method=method
+            )
+
+        return self._one_after_the_other(column, row)
+
+    def _run(self, forward: Forward) -> Results:
+        found = self._differentiate(self._x, self._dy, self._weights, forward)
         # Every rank has seen its own rows.
         dist.all_reduce(found["d_norm"])
         return found
 
-    def _differentiate(
-        self,
-        x: Tensor,
-        dy: Tensor,
-        weights: Mapping[str, Tensor],
-        column: Column,
-        row: Row,
-        inner: Callable[[list[Tensor]], Tensor],
-    ) -> dict[str, Tensor]:
+    def _differentiate(self, x: Tensor, dy: Tensor, weights: Mapping[str, Tensor], forward: Forward) -> Results:
         x = x.detach().requires_grad_()
         leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
-        normed = _rms_norm(x, leaves["norm"])
-        y = row(inner(column(normed, [leaves[name] for name in self.columns])), leaves[self.row])
+        y = forward(x, leaves)
         dx, *grads = torch.autograd.grad(y, [x, *leaves.values()], dy)
         return {"y": y.detach(), "dx": dx, **{f"d_{name}": grad for name, grad in zip(leaves, grads)}}
 
-    def _our_column(self, method: str) -> Column:
-        # As DTensor does, keep the gathered rows: the same bytes travel.
-        return lambda x, weights: all_gather_matmul(x, weights, group=self.group, save="gathered", method=method)
+    def _one_after_the_other(self, column: Column, row: Row) -> Forward:
+        def forward(x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+            products = column(rms_norm(x, weights["norm"]), [weights[name] for name in self.columns])
+            return row(products, weights[self.row])
 
-    def _our_row(self, method: str) -> Row:
-        return lambda x, weight: matmul_reduce_scatter(x, weight, group=self.group, method=method)
+        return forward
 
-    def _torch_column(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-        return _all_products(functional.all_gather_tensor_autograd(x, 0, self.group), weights)
+    def _row(self, products: list[Tensor], weight: Tensor) -> Tensor:
+        return F.linear(self.inner(products), weight)
 
-    def _torch_row(self, x: Tensor, weight: Tensor) -> Tensor:
-        return functional.reduce_scatter_tensor_autograd(F.linear(x, weight), "sum", 0, self.group)
+    def _torch_forward(self, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        def column(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+            return _all_products(functional.all_gather_tensor_autograd(x, 0, self.group), weights)
+
+        def row(products: list[Tensor], weight: Tensor) -> Tensor:
+            return functional.reduce_scatter_tensor_autograd(self._row(products, weight), "sum", 0, self.group)
+
+        return self._one_after_the_other(column, row)(x, weights)
 
     def _run_compute(self) -> Results:
         def column(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
             return _all_products(_PretendGather.apply(x, self._x_full), weights)
 
-        def row(x: Tensor, weight: Tensor) -> Tensor:
-            return _PretendScatter.apply(F.linear(x, weight), self._rows, self._dy_full)
+        def row(products: list[Tensor], weight: Tensor) -> Tensor:
+            inner = self.inner(products) if self.activation is None else activate(self.activation, products)
+            return _PretendScatter.apply(F.linear(inner, weight), self._rows, self._dy_full)
 
-        return self._differentiate(self._x, self._dy, self._weights, column, row, self.inner_of_ours)
+        return self._differentiate(self._x, self._dy, self._weights, self._one_after_the_other(column, row))
 
     def _run_transfers(self) -> Results:
         for tensor, full in ((self._x, self._x_full), (self._dy, self._dy_full)):
@@ -167,7 +179,7 @@ class DTensorNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight.clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        return _rms_norm(x, self.weight)
+        return rms_norm(x, self.weight)
 
 
 def linear_of(weight: Tensor) -> torch.nn.Linear:
@@ -208,7 +220,7 @@ def _all_products(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     return [F.linear(x, weight) for weight in weights]
 
 
-def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, 1e-5)
 
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from fusedcomm.bench.errors import BenchError
 from fusedcomm.bench.shaped_network import enter_namespace
+from fusedcomm.comm.pool import keep_freed_memory
 from fusedcomm.train.launch import start_fork_server
 
 # Also slow links must end: 10 minutes carry 750 MB at 0.01 Gbit/s.
@@ -195,6 +196,8 @@ def _serve(rank: int, world: int, seat: Seat, store: Path, pipe: connection.Conn
         os.sched_setaffinity(0, {seat.core})
     threading.Thread(target=_end_with_parent, name="parent watch", daemon=True).start()
     torch.set_num_threads(1)
+    # As the trainer's ranks do.
+    keep_freed_memory()
     # torch renames its collectives; the new names are not in every version that we run with.
     warnings.simplefilter("ignore", FutureWarning)
     os.environ["GLOO_SOCKET_IFNAME"] = seat.interface

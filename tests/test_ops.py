@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from helpers import assert_as_accurate, run_ranks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -236,6 +237,58 @@ def test_matmul_reduce_scatter_matches_reference(case):
             check(result[i], *(expectation[rank][i] for expectation in expectations), name=f"{name} of rank {rank}")
 
 
+def activated_inputs(activation, dtype):
+    """Per rank of three: x (two for swiglu) and w; the rows of dy."""
+    draw = drawer(BIG, dtype, absolute=False)
+    xs = [[draw(11, 2, 5) for _ in range(2 if activation == "swiglu" else 1)] for _ in range(3)]
+    return xs, [draw(7, 5) for _ in range(3)], draw(11, 2, 7)
+
+
+ACTIVATED_SIZES = (4, 0, 7)
+
+
+def run_activated(rank, world, activation, dtype, method, defer):
+    xs, ws, dy = activated_inputs(activation, dtype)
+    x, w = [tensor.requires_grad_() for tensor in xs[rank]], ws[rank].requires_grad_()
+    wgrads = Wgrads()
+    y = matmul_reduce_scatter(
+        x if activation == "swiglu" else x[0],
+        w,
+        group=dist.group.WORLD,
+        input_activation=activation,
+        sizes=ACTIVATED_SIZES,
+        defer_wgrad=wgrads if defer else None,
+        method=method,
+    )
+    y.backward(dy.split(ACTIVATED_SIZES)[rank])
+    wgrads.run()
+    return [y.detach(), w.grad, *(tensor.grad for tensor in x)]
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu", "swiglu"])
+@pytest.mark.parametrize(("method", "defer"), [("serial", False), ("chunked", False), ("chunked", True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_input_activation_matches_reference(activation, method, defer, dtype):
+    def expect(dtype):
+        xs, ws, dy = activated_inputs(activation, dtype)
+        leaves = [tensor.requires_grad_() for tensor in [*ws, *(x for pair in xs for x in pair)]]
+        functions = {
+            "gelu": lambda x: F.gelu(x, approximate="tanh"),
+            "silu": F.silu,
+            "swiglu": lambda a, b: F.silu(a) * b,
+        }
+        inner = [functions[activation](*x) for x in xs]
+        ys = reference.matmul_reduce_scatter(inner, ws, sizes=ACTIVATED_SIZES)
+        torch.autograd.backward(ys, dy.split(ACTIVATED_SIZES))
+        assert all(leaf.grad is not None for leaf in leaves)
+        return [[y.detach(), w.grad, *(tensor.grad for tensor in x)] for y, w, x in zip(ys, ws, xs)]
+
+    exact, plain = expect(torch.float64), expect(dtype)
+    for rank, results in enumerate(run_ranks(3, run_activated, activation, dtype, method, defer)):
+        for result, precise, usual in zip(results, exact[rank], plain[rank]):
+            assert_as_accurate(result, precise, usual)
+
+
 BIG = Case(4, (2,), 0, (70, 70, 70, 33), 48, 40, torch.bfloat16, True, 2, "chunked", "shard", False, True, 3)
 
 
@@ -340,8 +393,9 @@ def run_opcheck(rank, world):
     checks = [
         (ops.all_gather_matmul.default, (x, w, b, name, [5, 5], "shard", "chunked", False)),
         (ops.all_gather_matmul.default, (x, w, [], name, [5, 5], "gathered", "serial", True)),
-        (ops.matmul_reduce_scatter.default, (x, w[0], b[0], name, [3, 2], "chunked")),
-        (ops.matmul_reduce_scatter.default, (x, w[0], None, name, [1, 4], "serial")),
+        (ops.matmul_reduce_scatter.default, ([x], w[0], b[0], name, None, [3, 2], "chunked")),
+        (ops.matmul_reduce_scatter.default, ([x], w[0], None, name, "gelu", [1, 4], "serial")),
+        (ops.matmul_reduce_scatter.default, ([x, x.detach() + 1], w[0], None, name, "swiglu", [1, 4], "chunked")),
     ]
     return [torch.library.opcheck(op, args) for op, args in checks]
 
@@ -358,8 +412,8 @@ def run_compiled(rank, world):
     leaves = [torch.randn(*shape, requires_grad=True) for shape in ((3, 4, 6), (5, 6), (5, 6), (6, 5), (6,))]
 
     def block(x, w1, w2, w3, b):
-        h = all_gather_matmul(x, [w1, w2], group=group, activation="swiglu", dim=1)
-        return matmul_reduce_scatter(h, w3, group=group, bias=b, dim=1)
+        h = all_gather_matmul(x, [w1, w2], group=group, activation="silu", dim=1)
+        return matmul_reduce_scatter(h, w3, group=group, bias=b, input_activation="swiglu", dim=1)
 
     outputs = []
     for function in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):

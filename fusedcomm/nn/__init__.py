@@ -21,7 +21,7 @@ from fusedcomm.nn.layout import (
 )
 from fusedcomm.nn.linear import ColumnParallelLinear, RowParallelLinear
 from fusedcomm.nn.loss import vocab_parallel_cross_entropy, vocab_parallel_hits
-from fusedcomm.nn.mlp import MLP, swiglu
+from fusedcomm.nn.mlp import MLP
 from fusedcomm.nn.norm import LayerNorm, RMSNorm
 from fusedcomm.nn.transformer import Transformer, TransformerLayer
 
@@ -53,7 +53,6 @@ __all__ = [
     "rotate",
     "set_layout",
     "stateless_dropout",
-    "swiglu",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_hits",
 ]

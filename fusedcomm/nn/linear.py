@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedcomm.nn.layout import ParamLayout, ShardedModule, TensorParallel, check_divides, fan_in_bound
+from fusedcomm.ops.activation import Activation
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul
 from fusedcomm.ops.begin import begin_all_gather_matmul, begin_matmul_reduce_scatter
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -151,6 +152,7 @@ class RowParallelLinear(_ParallelLinear):
     Shapes per rank, W ranks: x [S, ..., K/W], weight [N, K/W], bias [N], result [S/W, ..., N], cut as
     `torch.chunk` would or as `sizes` says. The bias is added once, by the owner of the rows; its gradient is
     partial (`ParamLayout`). Several outputs as in ColumnParallelLinear, each with a scatter of its own.
+    `input_activation` is computed on x chunk by chunk (`matmul_reduce_scatter`); `swiglu` takes two x.
 
     Partial sums of the result travel in forward, its gradient in backward: see `matmul_reduce_scatter`.
     Raises ValueError where K does not divide.
@@ -170,13 +172,20 @@ class RowParallelLinear(_ParallelLinear):
         layouts = (ParamLayout(shard_dim=1), ParamLayout(partial_grad=True))
         super().__init__(in_features, out_features, tp=tp, layouts=layouts, bias=bias, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor | list[Tensor]:
+    def forward(
+        self,
+        x: Tensor | Sequence[Tensor],
+        sizes: Sequence[int] | None = None,
+        *,
+        input_activation: Activation | None = None,
+    ) -> Tensor | list[Tensor]:
         outputs = [
             matmul_reduce_scatter(
                 x,
                 linear.weight,
                 group=self.tp.group,
                 bias=linear.bias,
+                input_activation=input_activation,
                 sizes=sizes,
                 defer_wgrad=self.tp.defer_wgrad,
                 method=self.tp.method,
@@ -185,13 +194,20 @@ class RowParallelLinear(_ParallelLinear):
         ]
         return outputs[0] if isinstance(self.out_features, int) else outputs
 
-    def begin(self, x: Tensor, sizes: Sequence[int] | None = None) -> Callable[[], Tensor]:
+    def begin(
+        self,
+        x: Tensor | Sequence[Tensor],
+        sizes: Sequence[int] | None = None,
+        *,
+        input_activation: Activation | None = None,
+    ) -> Callable[[], Tensor]:
         """Multiply by the one weight and let the sums travel; the returned function, called once, gives the result."""
         return begin_matmul_reduce_scatter(
             x,
             self.weight,
             group=self.tp.group,
             bias=self.bias,
+            input_activation=input_activation,
             sizes=sizes,
             defer_wgrad=self.tp.defer_wgrad,
             method=self.tp.method,

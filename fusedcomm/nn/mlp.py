@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.nn.layout import TensorParallel, check_divides
 from fusedcomm.nn.linear import ColumnParallelLinear, RowParallelLinear
 from fusedcomm.nn.turns import Steps
+from fusedcomm.ops.activation import Activation, activate
 from fusedcomm.ops.reshard import all_to_all
 
 
@@ -47,7 +47,7 @@ class MLP(nn.Module):
         super().__init__()
         check_mlp("MLP", hidden, ffn_hidden, split_dim, tp.size)
         self.tp = tp
-        self.activation = activation
+        self.activation: Activation = activation
         self.split_dim = split_dim
         pairing = (ColumnParallelLinear, RowParallelLinear)
         first, second = pairing if split_dim == 1 else pairing[::-1]
@@ -59,13 +59,15 @@ class MLP(nn.Module):
         self.down = second(ffn_hidden, hidden, tp=tp, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        if self.split_dim == 1:
-            return self.down(self._inner(x, sizes), sizes)
+        if isinstance(self.down, RowParallelLinear):
+            return self.down(self._first()(x, sizes), sizes, input_activation=self.activation)
         group, world = self.tp.group, self.tp.size
         rows = sizes or [x.shape[0]] * world
         features = chunk_sizes(x.shape[-1], world)
         x = all_to_all(x, group=group, gather_dim=0, scatter_dim=2, gather_sizes=rows, scatter_sizes=features)
-        y = self.down(self._inner(x, rows), rows)
+        outputs = self._first()(x, rows)
+        inner = activate(self.activation, [outputs] if isinstance(outputs, Tensor) else outputs)
+        y = self.down(inner, rows)
         return all_to_all(y, group=group, gather_dim=2, scatter_dim=0, gather_sizes=features, scatter_sizes=rows)
 
     def steps(self, x: Tensor, sizes: Sequence[int] | None = None) -> Steps:
@@ -78,21 +80,12 @@ class MLP(nn.Module):
             )
         finish = first.begin(x, sizes)
         yield
-        inner = self._activate(finish())
+        outputs = finish()
         yield
-        return second.begin(inner, sizes)
-
-    def _inner(self, x: Tensor, sizes: Sequence[int] | None) -> Tensor:
-        outputs = self._first()(x, sizes)
-        return self._activate(outputs if isinstance(outputs, list) else [outputs])
+        return second.begin(outputs, sizes, input_activation=self.activation)
 
     def _first(self) -> ColumnParallelLinear | RowParallelLinear:
         return self.gate_up if self.activation == "swiglu" else self.up
-
-    def _activate(self, outputs: Sequence[Tensor]) -> Tensor:
-        if self.activation == "swiglu":
-            return swiglu(*outputs)
-        return F.gelu(outputs[0], approximate="tanh")
 
 
 def check_mlp(where: str, hidden: int, ffn_hidden: int, split_dim: int, tp_size: int) -> None:
@@ -103,21 +96,3 @@ def check_mlp(where: str, hidden: int, ffn_hidden: int, split_dim: int, tp_size:
     else:
         remedy = "split_dim=0 splits the hidden features: choose another tp"
         check_divides(where, "hidden", hidden, tp_size, remedy)
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`, which keeps gate and up for backward, and not `silu(gate)` as autograd would."""
-    return _SwiGLU.apply(gate, up)
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        gate, up = ctx.saved_tensors
-        d_gate = torch.ops.aten.silu_backward(grad * up, gate)
-        return d_gate, F.silu(gate).mul_(grad)

@@ -10,38 +10,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from itertools import zip_longest
-from typing import TypeVar
 
 from torch import Tensor
 
-Result = TypeVar("Result")
 # The steps of a block; the function that they end with waits for the result, and is called once.
 Steps = Generator[None, None, Callable[[], Tensor]]
 # From the hidden states to the steps of a block that reads them.
 Block = Callable[[Tensor], Steps]
 
 
-def residual_steps(blocks: Iterable[Block], x: Tensor) -> Generator[None, None, Tensor]:
+def residual_steps(blocks: Iterable[Block], x: Tensor) -> Steps:
     """`x = x + block(x)` for one block after the other, with a pause wherever something is under way."""
+    finish: Callable[[], Tensor] | None = None
     for block in blocks:
+        if finish is not None:
+            x = x + finish()
         finish = yield from block(x)
         yield
-        x = x + finish()
-    return x
+    return lambda: x if finish is None else x + finish()
 
 
-def in_turns(first: Generator[None, None, Result], second: Generator[None, None, Result]) -> tuple[Result, Result]:
-    """Run two generators step by step, the first one step ahead: what one waits for had the other's step to travel."""
-    results: dict[str, Result] = {}
+def in_turns(first: Steps, second: Steps) -> tuple[Tensor, Tensor]:
+    """Run two generators step by step, the first one step ahead: what one lets travel has the other's to do so.
 
-    def run(name: str, generator: Generator[None, None, Result]) -> Generator[None, None, None]:
-        results[name] = yield from generator
+    Both begin before either computes, and both results are waited for when all is computed: so at both ends, and hence
+    in backward too, the one's transfers follow straight upon the other's.
+    """
+    results: dict[str, Callable[[], Tensor]] = {}
+
+    def run(name: str, steps: Steps) -> Generator[None, None, None]:
+        results[name] = yield from steps
 
     ahead, behind = run("first", first), run("second", second)
-    next(ahead, None)
+    for steps in (ahead, behind, ahead):
+        next(steps, None)
     for _ in zip_longest(ahead, behind):
         pass
-    return results["first"], results["second"]
+    return results["first"](), results["second"]()
 
 
 def ladder(blocks: Iterable[Block], x: Tensor, previous: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -8,20 +8,19 @@ from math import prod
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from fusedcomm.comm.channel import group_named
 from fusedcomm.comm.record import Path, note_path, span
+from fusedcomm.ops.activation import Activation, activate, check_activation
 from fusedcomm.ops.check import check_matrix_inputs, check_sizes, refusing, row_dim
 from fusedcomm.ops.chunked import Call, Gather, Scatter, flat, run_by
 from fusedcomm.ops.wgrad import DeferWgrad, check_defer, local_linear
 from fusedcomm.tune.cost import check_method
 
 _OP = "all_gather_matmul"
-Activation = Literal["gelu", "silu", "swiglu"]
 Save = Literal["shard", "gathered"]
 
 
@@ -83,8 +82,7 @@ def all_gather_matmul(
         check_method(method)
         if save not in ("shard", "gathered"):
             raise ValueError(f"{_OP}: save={save!r} is unknown; use 'shard' or 'gathered'")
-        if activation not in (None, "gelu", "silu", "swiglu"):
-            raise ValueError(f"{_OP}: activation={activation!r} is unknown; use 'gelu', 'silu' or 'swiglu'")
+        check_activation(_OP, activation)
         if activation == "swiglu" and (len(weights) != 2 or weights[0].shape != weights[1].shape):
             shapes = [list(w.shape) for w in weights]
             raise ValueError(f"{_OP}: activation='swiglu' needs two weights of one shape but got {shapes}")
@@ -105,7 +103,9 @@ def all_gather_matmul(
         outputs = _forward_op(x, weights, biases, group.group_name, sizes, save, method, return_gathered)
     gathered, *results = outputs
     results = [y.reshape(sum(sizes), *lead, y.shape[-1]).movedim(0, dim) for y in results]
-    results = _activate(results, activation)
+    results = (
+        [activate(activation, results)] if activation == "swiglu" else [activate(activation, [y]) for y in results]
+    )
     result = results[0] if isinstance(w_shard, Tensor) or activation == "swiglu" else results
     if not return_gathered:
         return result
@@ -122,16 +122,6 @@ def _as_biases(bias: Tensor | Sequence[Tensor | None] | None, weights: Sequence[
     if all(b is None for b in biases):
         return []
     return [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases)]
-
-
-def _activate(results: list[Tensor], activation: Activation | None) -> list[Tensor]:
-    if activation == "swiglu":
-        return [F.silu(results[0]) * results[1]]
-    if activation == "silu":
-        return [F.silu(y) for y in results]
-    if activation == "gelu":
-        return [F.gelu(y, approximate="tanh") for y in results]
-    return results
 
 
 def _forward(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], call: Call, *, keep: bool) -> list[Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -20,10 +21,12 @@ from torch.distributed import ProcessGroup
 
 from fusedcomm.comm.record import Path, note_path
 from fusedcomm.comm.ring import chunk_sizes
+from fusedcomm.ops.activation import Activation, activate
 from fusedcomm.ops.all_gather_matmul import Save, multiply_gathered, scatter_input_gradient, weight_gradient
 from fusedcomm.ops.check import check_matrix_inputs, check_sizes, refusing
-from fusedcomm.ops.chunked import Call, Gather, Scatter, flat
-from fusedcomm.ops.matmul_reduce_scatter import multiply_gathered_gradient, scatter_products
+from fusedcomm.ops.chunked import Call, Gather, Scatter
+from fusedcomm.ops.matmul_reduce_scatter import check_inputs, multiply_gathered_gradient, scatter_products
+from fusedcomm.ops.matmul_reduce_scatter import weight_gradient as output_weight_gradient
 from fusedcomm.ops.wgrad import DeferWgrad, local_linear
 from fusedcomm.tune.cost import Choice, check_method, chunked, serial
 
@@ -76,11 +79,12 @@ def begin_all_gather_matmul(
 
 
 def begin_matmul_reduce_scatter(
-    x: Tensor,
+    x: Tensor | Sequence[Tensor],
     w_shard: Tensor,
     *,
     group: ProcessGroup,
     bias: Tensor | None = None,
+    input_activation: Activation | None = None,
     sizes: Sequence[int] | None = None,
     defer_wgrad: DeferWgrad | None = None,
     method: str = "auto",
@@ -94,22 +98,23 @@ def begin_matmul_reduce_scatter(
     Arguments and errors as for `matmul_reduce_scatter`; `method` as for `begin_all_gather_matmul`.
     """
     op = "matmul_reduce_scatter"
+    xs = [x] if isinstance(x, Tensor) else list(x)
     world = group.size()
     with refusing(op, group):
-        check_matrix_inputs(op, "x", x, [w_shard], [] if bias is None else [bias])
-        rows = x.shape[0]
+        check_inputs(xs, w_shard, bias, input_activation)
+        rows = xs[0].shape[0]
         sizes = list(chunk_sizes(rows, world)) if sizes is None else [int(size) for size in sizes]
         check_sizes(op, sizes, world, group.rank(), shard=None, full=rows)
         _check_run(op, method)
-    lead = x.shape[1:-1]
-    matrix = x.reshape(rows, prod(lead), x.shape[-1])
+    lead = xs[0].shape[1:-1]
+    xs = [x.reshape(rows, prod(lead), x.shape[-1]) for x in xs]
     shape = (sizes[group.rank()], *lead, w_shard.shape[0])
     if world == 1:
         note_path(Path(op, "local", 1, "a group of one"))
-        result = local_linear(matrix, w_shard, bias, defer_wgrad).reshape(shape)
+        result = local_linear(activate(input_activation, xs), w_shard, bias, defer_wgrad).reshape(shape)
         return lambda: result
-    flight = _ScatterFlight(_call(op, group, sizes, method, matrix.shape[1]), defer_wgrad)
-    token = _BeginScatter.apply(matrix, w_shard, flight)
+    flight = _ScatterFlight(_call(op, group, sizes, method, xs[0].shape[1]), input_activation, defer_wgrad)
+    token = _BeginScatter.apply(w_shard, flight, *xs)
     return lambda: _FinishScatter.apply(token, bias, flight).reshape(shape)
 
 
@@ -209,6 +214,7 @@ class _ScatterFlight:
     """The same for a matmul-reduce-scatter."""
 
     call: Call
+    input_activation: Activation | None
     defer_wgrad: DeferWgrad | None
     scatter: Scatter | None = None
     gather: Gather | None = None
@@ -216,23 +222,26 @@ class _ScatterFlight:
 
 class _BeginScatter(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, flight: _ScatterFlight) -> Tensor:
+    def forward(ctx: Any, w: Tensor, flight: _ScatterFlight, *xs: Tensor) -> Tensor:
         ctx.flight, ctx.weight = flight, w
-        ctx.save_for_backward(x, w)
-        flight.scatter = Scatter(_noted(flight.call), x.shape[1], w.shape[0], x)
-        scatter_products(flight.scatter, x, w)
-        return x.new_empty(0)
+        ctx.save_for_backward(w, *xs)
+        flight.scatter = Scatter(_noted(flight.call), xs[0].shape[1], w.shape[0], xs[0])
+        scatter_products(flight.scatter, xs, w, flight.input_activation)
+        return w.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
-        x, w = ctx.saved_tensors
-        gather, ctx.flight.gather = ctx.flight.gather, None
-        defer_wgrad = ctx.flight.defer_wgrad
-        need_x, need_w, _ = ctx.needs_input_grad
-        dx, dw = multiply_gathered_gradient(gather, x, w, need_x=need_x, need_w=need_w and defer_wgrad is None)
+        w, *xs = ctx.saved_tensors
+        flight = ctx.flight
+        gather, flight.gather = flight.gather, None
+        need_w, _, *need_xs = ctx.needs_input_grad
+        defer_wgrad, activation = flight.defer_wgrad, flight.input_activation
+        dxs, dw = multiply_gathered_gradient(
+            gather, xs, w, activation, need_x=any(need_xs), need_w=need_w and defer_wgrad is None
+        )
         if need_w and defer_wgrad is not None:
-            defer_wgrad(ctx.weight, lambda: flat(gather.full).t() @ flat(x))
-        return dx, dw, None
+            defer_wgrad(ctx.weight, partial(output_weight_gradient, gather.full, xs, activation))
+        return dw, None, *(dxs or [None] * len(xs))
 
 
 class _FinishScatter(Function):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.distributed import ProcessGroup
 from fusedcomm.comm.channel import group_named
 from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.comm.ring import chunk_sizes
+from fusedcomm.ops.activation import Activation, activate, check_activation, differentiate
 from fusedcomm.ops.check import check_matrix_inputs, check_sizes, refusing, row_dim
 from fusedcomm.ops.chunked import Call, Gather, Scatter, flat, run_by
 from fusedcomm.ops.wgrad import DeferWgrad, check_defer, local_linear
@@ -23,11 +25,12 @@ _OP = "matmul_reduce_scatter"
 
 
 def matmul_reduce_scatter(
-    x: Tensor,
+    x: Tensor | Sequence[Tensor],
     w_shard: Tensor,
     *,
     group: ProcessGroup,
     bias: Tensor | None = None,
+    input_activation: Activation | None = None,
     dim: int = 0,
     sizes: Sequence[int] | None = None,
     defer_wgrad: DeferWgrad | None = None,
@@ -37,17 +40,20 @@ def matmul_reduce_scatter(
 
     Per rank, for a group of W ranks and rows along `dim` (any dimension but the last):
 
-        x         [..., M, ..., K]               all rows, this rank's input features
+        x         [..., M, ..., K]               all rows, this rank's input features (two of them for swiglu)
         w_shard   [N, K]                         this rank's input features
         result    [..., sizes[rank], ..., N]     this rank's rows, summed over the ranks (not averaged)
 
     Forward: the partial sums of each peer's rows leave for their owner as soon as they are computed, the own rows come
     last; the owner adds the W partials in fp32 in the order of ranks. Backward: one gather of `dy` feeds `dx` and
-    `dw` chunk by chunk.
+    `dw` chunk by chunk. An input activation is computed with each chunk, too, and again in backward, so that it hides
+    behind what travels and its result is never kept.
 
     Args:
         bias: `[N]`, added once, after the sum, by the owner of the rows: its gradient covers those rows alone, and is
             complete when summed over the group.
+        input_activation: what is multiplied is `gelu(x)` (tanh form) or `silu(x)`, or with `swiglu` and
+            `x = [a, b]` of one shape `silu(a) * b`.
         sizes: rows of every rank along `dim`; None cuts M as `torch.chunk` would.
         defer_wgrad: is handed the weight's gradient GEMM in backward, for a schedule that runs it later.
         method: `auto`, `serial`, `chunked` or `fused`.
@@ -58,139 +64,197 @@ def matmul_reduce_scatter(
 
     Source of the method: as `all_gather_matmul`.
     """
-    biases = [] if bias is None else [bias]
+    xs = [x] if isinstance(x, Tensor) else list(x)
     world = group.size()
     with refusing(_OP, group):
-        check_matrix_inputs(_OP, "x", x, [w_shard], biases)
-        dim = row_dim(_OP, dim, x.dim())
-        rows = x.shape[dim]
+        check_inputs(xs, w_shard, bias, input_activation)
+        dim = row_dim(_OP, dim, xs[0].dim())
+        rows = xs[0].shape[dim]
         sizes = list(chunk_sizes(rows, world)) if sizes is None else [int(size) for size in sizes]
         check_sizes(_OP, sizes, world, group.rank(), shard=None, full=rows)
         check_defer(_OP, defer_wgrad)
         check_method(method)
 
-    front = x.movedim(dim, 0)
-    lead = front.shape[1:-1]
-    matrix = front.reshape(rows, prod(lead), front.shape[-1])
+    fronts = [x.movedim(dim, 0) for x in xs]
+    lead = fronts[0].shape[1:-1]
+    xs = [front.reshape(rows, prod(lead), front.shape[-1]) for front in fronts]
     if world == 1:
         if not torch.compiler.is_compiling():
             note_path(Path(_OP, "local", 1, "a group of one"))
-        result = local_linear(matrix, w_shard, bias, defer_wgrad)
+        result = local_linear(activate(input_activation, xs), w_shard, bias, defer_wgrad)
     elif defer_wgrad is not None:
-        result = _DeferredMatmulReduceScatter.apply(matrix, w_shard, bias, group, sizes, method, defer_wgrad)
+        result = _DeferredMatmulReduceScatter.apply(
+            w_shard, bias, group, input_activation, sizes, method, defer_wgrad, *xs
+        )
     else:
-        result = _forward_op(matrix, w_shard, bias, group.group_name, sizes, method)
+        result = _forward_op(xs, w_shard, bias, group.group_name, input_activation, sizes, method)
     return result.reshape(sizes[group.rank()], *lead, result.shape[-1]).movedim(0, dim)
 
 
-def _forward(x: Tensor, w: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+def check_inputs(
+    xs: Sequence[Tensor], w_shard: Tensor, bias: Tensor | None, input_activation: Activation | None
+) -> None:
+    """What one rank can see of its tensors."""
+    check_activation(_OP, input_activation)
+    num_inputs = 2 if input_activation == "swiglu" else 1
+    if len(xs) != num_inputs or any(x.shape != xs[0].shape or x.dtype != xs[0].dtype for x in xs):
+        shapes = " and ".join(f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in xs) or "nothing"
+        raise ValueError(
+            f"{_OP}: x is {shapes}; it must be two tensors of one shape and dtype with input_activation='swiglu', and "
+            "one without"
+        )
+    check_matrix_inputs(_OP, "x", xs[0], [w_shard], [] if bias is None else [bias])
+
+
+def _forward(
+    xs: Sequence[Tensor], w: Tensor, bias: Tensor | None, input_activation: Activation | None, call: Call
+) -> Tensor:
     """This rank's rows `[sizes[rank], lead, N]` from `x [M, lead, K]`."""
-    scatter = Scatter(call, x.shape[1], w.shape[0], x)
-    scatter_products(scatter, x, w)
+    scatter = Scatter(call, xs[0].shape[1], w.shape[0], xs[0])
+    scatter_products(scatter, xs, w, input_activation)
     return scatter.finish(bias)
 
 
-def scatter_products(scatter: Scatter, x: Tensor, w: Tensor) -> None:
+def scatter_products(scatter: Scatter, xs: Sequence[Tensor], w: Tensor, input_activation: Activation | None) -> None:
     """Compute this rank's partial sums of all rows and let each peer's go."""
     for start, stop, out in scatter.chunks():
         with span("compute", _OP):
-            torch.mm(flat(x, start, stop), w.t(), out=out.flatten(0, 1))
+            rows = activate(input_activation, [flat(x, start, stop) for x in xs])
+            torch.mm(rows, w.t(), out=out.flatten(0, 1))
 
 
 def _backward(
     grad: Tensor,
-    x: Tensor,
+    xs: Sequence[Tensor],
     w: Tensor,
     group: ProcessGroup,
+    input_activation: Activation | None,
     sizes: Sequence[int],
     method: str,
     *,
     need_x: bool,
     need_w: bool,
     keep: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """`(dx, dw, dy_full)` from `grad [sizes[rank], lead, N]`, each if it is asked for.
-
-    `dw` is summed over the chunks in at least fp32.
-    """
+) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+    """`([dx, ...], dw, dy_full)` from `grad [sizes[rank], lead, N]`, each if it is asked for."""
     grad = grad.contiguous()
 
-    def run(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def run(call: Call) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
         gather = Gather(call, grad, keep=keep)
-        dx, dw = multiply_gathered_gradient(gather, x, w, need_x=need_x, need_w=need_w)
-        return dx, dw, gather.full if keep else None
+        dxs, dw = multiply_gathered_gradient(gather, xs, w, input_activation, need_x=need_x, need_w=need_w)
+        return dxs, dw, gather.full if keep else None
 
     return run_by(method, f"{_OP} backward", group, sizes, grad, grad.shape[1:], w.shape[1:], run)
 
 
 def multiply_gathered_gradient(
-    gather: Gather, x: Tensor, w: Tensor, *, need_x: bool, need_w: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """`(dx, dw)` from the gathered rows of `dy`, chunk by chunk as they come in."""
+    gather: Gather,
+    xs: Sequence[Tensor],
+    w: Tensor,
+    input_activation: Activation | None,
+    *,
+    need_x: bool,
+    need_w: bool,
+) -> tuple[list[Tensor], Tensor | None]:
+    """`([dx, ...], dw)` from the gathered rows of `dy`, chunk by chunk as they come in; no `dx` unless needed.
+
+    `dw` is summed over the chunks in at least fp32.
+    """
     wide = torch.promote_types(w.dtype, torch.float32)
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
+    dxs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs] if need_x else []
     dw = w.new_zeros(w.shape, dtype=wide) if need_w else None
     for start, stop, there in gather.chunks():
         rows = flat(there)
         with span("compute", gather.call.op):
-            if dx is not None:
-                torch.mm(rows, w, out=flat(dx, start, stop))
-            if dw is not None and dw.dtype == x.dtype:
-                dw.addmm_(rows.t(), flat(x, start, stop))
+            inputs = [flat(x, start, stop) for x in xs]
+            outs = [flat(dx, start, stop) for dx in dxs]
+            if not need_x:
+                inner = activate(input_activation, inputs)
+            elif input_activation is None:
+                (inner,) = inputs
+                torch.mm(rows, w, out=outs[0])
+            else:
+                inner = differentiate(input_activation, inputs, rows @ w, outs)
+            if dw is not None and dw.dtype == inner.dtype:
+                dw.addmm_(rows.t(), inner)
             elif dw is not None:
-                dw += rows.t() @ flat(x, start, stop)
+                dw += rows.t() @ inner
     gather.release()
-    return dx, None if dw is None else dw.to(w.dtype)
+    return dxs, None if dw is None else dw.to(w.dtype)
 
 
 @torch.library.custom_op("fusedcomm::matmul_reduce_scatter", mutates_args=())
 def _forward_op(
-    x: Tensor, w: Tensor, bias: Tensor | None, group_name: str, sizes: Sequence[int], method: str
+    xs: Sequence[Tensor],
+    w: Tensor,
+    bias: Tensor | None,
+    group_name: str,
+    input_activation: str | None,
+    sizes: Sequence[int],
+    method: str,
 ) -> Tensor:
-    group, travel = group_named(group_name), (x.shape[1], w.shape[0])
-    return run_by(method, _OP, group, sizes, x, travel, w.shape[1:], lambda call: _forward(x, w, bias, call))
+    return run_by(
+        method,
+        _OP,
+        group_named(group_name),
+        sizes,
+        xs[0],
+        (xs[0].shape[1], w.shape[0]),
+        w.shape[1:],
+        lambda call: _forward(xs, w, bias, cast(Activation, input_activation), call),
+    )
 
 
 @_forward_op.register_fake
-def _(x, w, bias, group_name, sizes, method):
-    return x.new_empty(sizes[group_named(group_name).rank()], x.shape[1], w.shape[0])
+def _(xs, w, bias, group_name, input_activation, sizes, method):
+    return xs[0].new_empty(sizes[group_named(group_name).rank()], xs[0].shape[1], w.shape[0])
 
 
 @torch.library.custom_op("fusedcomm::matmul_reduce_scatter_backward", mutates_args=())
 def _backward_op(
     grad: Tensor,
-    x: Tensor,
+    xs: Sequence[Tensor],
     w: Tensor,
     group_name: str,
+    input_activation: str | None,
     sizes: Sequence[int],
     method: str,
     need_x: bool,
     need_w: bool,
 ) -> list[Tensor]:
-    """`[dx, dw]`; an empty tensor where one is not needed."""
-    dx, dw, _ = _backward(grad, x, w, group_named(group_name), sizes, method, need_x=need_x, need_w=need_w, keep=False)
-    return [x.new_empty(0) if dx is None else dx, x.new_empty(0) if dw is None else dw]
+    """`[dw, dx, ...]`; an empty `dw` and no `dx` where they are not needed."""
+    dxs, dw, _ = _backward(
+        grad,
+        xs,
+        w,
+        group_named(group_name),
+        cast(Activation, input_activation),
+        sizes,
+        method,
+        need_x=need_x,
+        need_w=need_w,
+        keep=False,
+    )
+    return [w.new_empty(0) if dw is None else dw, *dxs]
 
 
 @_backward_op.register_fake
-def _(grad, x, w, group_name, sizes, method, need_x, need_w):
-    return [
-        x.new_empty(x.shape) if need_x else x.new_empty(0),
-        w.new_empty(w.shape) if need_w else x.new_empty(0),
-    ]
+def _(grad, xs, w, group_name, input_activation, sizes, method, need_x, need_w):
+    return [w.new_empty(w.shape) if need_w else w.new_empty(0), *(x.new_empty(x.shape) for x in xs if need_x)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, _, ctx.group_name, ctx.sizes, ctx.method = inputs
-    ctx.save_for_backward(x, w)
+    xs, w, _, ctx.group_name, ctx.input_activation, ctx.sizes, ctx.method = inputs
+    ctx.save_for_backward(w, *xs)
 
 
 def _autograd(ctx: Any, grad: Tensor) -> Any:
-    x, w = ctx.saved_tensors
-    need_x, need_w, need_b, *_ = ctx.needs_input_grad
-    dx, dw = _backward_op(grad, x, w, ctx.group_name, ctx.sizes, ctx.method, need_x, need_w)
+    w, *xs = ctx.saved_tensors
+    need_xs, need_w, need_b, *_ = ctx.needs_input_grad
+    need_x = any(need_xs)
+    dw, *dxs = _backward_op(grad, xs, w, ctx.group_name, ctx.input_activation, ctx.sizes, ctx.method, need_x, need_w)
     db = grad.sum((0, 1)) if need_b else None
-    return dx if need_x else None, dw if need_w else None, db, None, None, None
+    return dxs if need_x else [None] * len(xs), dw if need_w else None, db, None, None, None, None
 
 
 _forward_op.register_autograd(_autograd, setup_context=_setup_context)
@@ -202,29 +266,44 @@ class _DeferredMatmulReduceScatter(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
         w: Tensor,
         bias: Tensor | None,
         group: ProcessGroup,
+        input_activation: Activation | None,
         sizes: list[int],
         method: str,
         defer_wgrad: DeferWgrad,
+        *xs: Tensor,
     ) -> Tensor:
-        ctx.group, ctx.sizes, ctx.method = group, sizes, method
+        ctx.group, ctx.input_activation, ctx.sizes, ctx.method = group, input_activation, sizes, method
         ctx.weight, ctx.defer_wgrad = w, defer_wgrad
-        ctx.save_for_backward(x, w)
+        ctx.save_for_backward(w, *xs)
         # Through the registered op, whose output selective checkpointing can keep.
-        return _forward_op(x, w, bias, group.group_name, sizes, method)
+        return _forward_op(xs, w, bias, group.group_name, input_activation, sizes, method)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, w = ctx.saved_tensors
-        need_x = ctx.needs_input_grad[0]
-        dx, _, grad_full = _backward(
-            grad, x, w, ctx.group, ctx.sizes, ctx.method, need_x=need_x, need_w=False, keep=True
+        w, *xs = ctx.saved_tensors
+        need_x = any(ctx.needs_input_grad[7:])
+        dxs, _, grad_full = _backward(
+            grad,
+            xs,
+            w,
+            ctx.group,
+            ctx.input_activation,
+            ctx.sizes,
+            ctx.method,
+            need_x=need_x,
+            need_w=False,
+            keep=True,
         )
         assert grad_full is not None
         if ctx.weight.requires_grad:
-            ctx.defer_wgrad(ctx.weight, lambda: flat(grad_full).t() @ flat(x))
-        db = grad.sum((0, 1)) if ctx.needs_input_grad[2] else None
-        return dx, None, db, None, None, None, None
+            ctx.defer_wgrad(ctx.weight, partial(weight_gradient, grad_full, xs, ctx.input_activation))
+        db = grad.sum((0, 1)) if ctx.needs_input_grad[1] else None
+        return None, db, None, None, None, None, None, *(dxs or [None] * len(xs))
+
+
+def weight_gradient(grad_full: Tensor, xs: Sequence[Tensor], input_activation: Activation | None) -> Tensor:
+    """`dy.T @ activation(x)`, of all rows at once."""
+    return flat(grad_full).t() @ activate(input_activation, [flat(x) for x in xs])

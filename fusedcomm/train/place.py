@@ -12,6 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from fusedcomm.comm.pool import keep_freed_memory
+
 
 @dataclass(frozen=True)
 class Place:
@@ -123,6 +125,7 @@ def init_distributed(timeout_s: float) -> torch.device:
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", timeout=timeout, device_id=device)
         return device
+    keep_freed_memory()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, _num_cores() // local_world))
     if local_world == world:
