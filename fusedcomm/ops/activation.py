@@ -53,6 +53,8 @@ class _Activate(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        grads = [torch.empty_like(tensor) for tensor in ctx.saved_tensors]
-        differentiate(ctx.activation, ctx.saved_tensors, grad, grads)
+        # Once: checkpointing gives them out a single time.
+        inputs = ctx.saved_tensors
+        grads = [torch.empty_like(tensor) for tensor in inputs]
+        differentiate(ctx.activation, inputs, grad, grads)
         return None, *grads
