@@ -71,8 +71,8 @@ def test_degrees_that_do_not_multiply_to_the_world_are_refused():
         ({"model": {"heads": 5}}, "model: hidden=64 over heads=5 leaves 4"),
         ({"model": {"layers": 1}}, "parallel_config.pipeline_parallel: 1 layers cannot fill 2 stages"),
         (
-            {"train": {"global_batch": 12}},
-            "12 samples cannot be cut into .* = 8 equal micro-batches; use 8 or 16 samples",
+            {"train": {"global_batch": 13}},
+            "13 samples cannot be cut into .* = 2 equal passes of at least 4 samples, .*; use 12 or 14 samples",
         ),
         ({"train": {"global_batch": 4}}, "use 8 samples"),
         ({"train": {"min_lr": 1.0}}, "train.min_lr: 1 exceeds train.lr 0.0003"),
@@ -93,9 +93,12 @@ def test_degrees_that_do_not_multiply_to_the_world_are_refused():
         ),
         (
             {"parallel": {"tensor_parallel": {"tp_sync": "interleave"}}, "train": {"global_batch": 8}},
-            "train.global_batch 8 in 8 micro-batches is one sample each; use 16 samples",
+            "train.global_batch 8 in 8 micro-batches leaves some with one sample; use 16 samples",
         ),
-        ({"parallel": {"pipeline_parallel": {"micro_batches": 1}}}, "1f1b .*raise micro_batches to 2"),
+        (
+            {"parallel": {"pipeline_parallel": {"schedule": "dualpipev", "micro_batches": 2}}},
+            "raise micro_batches to 4",
+        ),
         ({"parallel": {"pipeline_parallel": {"schedule": "zbv", "stages_per_rank": 3}}}, "zbv"),
         ({"parallel": {"pipeline_parallel": {"schedule": "interleaved", "micro_batches": 5}}}, "interleaved"),
         ({"parallel": {"pipeline_parallel": {"stage_layers": [3, 4]}}}, r"\[3, 4\] gives 7 layers to 2 stages"),

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from helpers import assert_as_accurate, run_ranks
-from torch import Tensor, nn
+from pipeline_helpers import HIDDEN, LAYERS, MICRO_BATCHES, SEQUENCE, data, make_pipeline, mean_loss, one_process
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedcomm.comm.mesh import Mesh, build_mesh
-from fusedcomm.ops.wgrad import DeferWgrad, local_linear
+from fusedcomm.errors import PeerError
 from fusedcomm.parallel import (
     SCHEDULES,
     GradientBuckets,
@@ -24,83 +24,6 @@ from fusedcomm.parallel import (
     WgradQueue,
     tied_group,
 )
-
-VOCAB, HIDDEN, SEQUENCE, LAYERS = 11, 6, 3, 8
-ROWS, MICRO_BATCHES = 8, 4
-
-
-class Stage(nn.Module):
-    """Embedding, residual layers, head; an element of the output depends on its row's sample id and step."""
-
-    def __init__(self, layers: range, *, first: bool, last: bool, defer_wgrad: DeferWgrad | None) -> None:
-        super().__init__()
-        self.defer_wgrad = defer_wgrad
-        weights = {f"layers.{layer}.weight": (HIDDEN, HIDDEN) for layer in layers}
-        weights |= {f"layers.{layer}.scale": (HIDDEN,) for layer in layers}
-        weights |= {"embedding.weight": (VOCAB, HIDDEN)} if first else {}
-        weights |= {"output.weight": (VOCAB, HIDDEN)} if last else {}
-        self.layers, self.first, self.last = layers, first, last
-        self.weights = nn.ParameterDict()
-        for name, shape in weights.items():
-            # The value depends on the name alone; the tied copy has its twin's.
-            generator = torch.Generator().manual_seed(sum(map(ord, name.replace("output", "embedding"))))
-            self.weights[name.replace(".", "/")] = nn.Parameter(torch.randn(shape, generator=generator) * 0.3)
-
-    def get(self, name: str) -> nn.Parameter:
-        return self.weights[name.replace(".", "/")]
-
-    def named_parameters(self, *args: Any, **kwargs: Any):
-        for name, param in self.weights.items():
-            yield name.replace("/", "."), param
-
-    def forward(self, x: Tensor, sample_ids: Tensor | None = None, step: Tensor | None = None) -> Tensor:
-        if self.first:
-            x = F.embedding(x, self.get("embedding.weight"))
-        for layer in self.layers:
-            noise = 0 if sample_ids is None else torch.sin(sample_ids + step + layer)[:, None, None]
-            wide = local_linear(
-                x * self.get(f"layers.{layer}.scale"), self.get(f"layers.{layer}.weight"), None, self.defer_wgrad
-            )
-            x = x + torch.tanh(wide + noise)
-        return local_linear(x, self.get("output.weight"), None, self.defer_wgrad) if self.last else x
-
-
-def data(step: int, rows: int = ROWS) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return {
-        "inputs": torch.randint(VOCAB, (rows, SEQUENCE), generator=generator),
-        "labels": torch.randint(VOCAB, (rows, SEQUENCE), generator=generator),
-        "sample_ids": torch.arange(rows) + rows * step,
-        "step": torch.full((rows,), step),
-    }
-
-
-def mean_loss(output: Tensor, labels: Tensor, num_tokens: int = ROWS * SEQUENCE) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum") / num_tokens
-
-
-def make_pipeline(schedule: str, group: dist.ProcessGroup | None, **options: Any) -> Pipeline:
-    given = {
-        "layer_costs": [1.0] * LAYERS,
-        "micro_batches": MICRO_BATCHES,
-        "input_like": torch.empty(ROWS // MICRO_BATCHES, SEQUENCE, dtype=torch.int64, device="meta"),
-        "hidden_like": torch.empty(ROWS // MICRO_BATCHES, SEQUENCE, HIDDEN, device="meta"),
-        "schedule": schedule,
-    }
-    return Pipeline(Stage, group=group, **given | options)
-
-
-def one_process(dtype: torch.dtype, *steps: int) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients summed over these steps, in one process without micro-batches."""
-    model = Stage(range(LAYERS), first=True, last=True, defer_wgrad=None).to(dtype)
-    total = 0.0
-    for step in steps:
-        batch = data(step)
-        labels = batch.pop("labels")
-        loss = mean_loss(model(batch.pop("inputs"), **batch), labels)
-        loss.backward()
-        total += loss.item()
-    return total, {name: param.grad for name, param in model.named_parameters()}
 
 
 class CountGemms(TorchDispatchMode):
@@ -160,16 +83,11 @@ def test_schedule_matches_one_process_on_four_ranks(schedule):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "micro_batches"), [("gpipe", 1), ("interleaved", 1), ("zero_bubble", 1), ("zbv", 1), ("zbv", 2)]
+    ("schedule", "micro_batches"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("zero_bubble", 1), ("zbv", 1), ("zbv", 2)],
 )
 def test_fewer_micro_batches_than_stages_match_one_process(schedule, micro_batches):
-    rows = ROWS // micro_batches
-    options = {
-        "micro_batches": micro_batches,
-        "input_like": torch.empty(rows, SEQUENCE, dtype=torch.int64, device="meta"),
-        "hidden_like": torch.empty(rows, SEQUENCE, HIDDEN, device="meta"),
-    }
-    check_against_one_process(run_ranks(2, _run, schedule, 1, options), 1)
+    check_against_one_process(run_ranks(2, _run, schedule, 1, {"micro_batches": micro_batches}), 1)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
@@ -184,6 +102,33 @@ def _single(schedule: str) -> dict[str, Any]:
     value = pipeline.eval_step(**batch, loss_fn=mean_loss)
     grads = {name: param.grad for name, param in pipeline.named_parameters()}
     return {"loss": loss, "grads": grads, "eval": [value] * 3}
+
+
+def _uneven_batches(rank: int, world: int, schedule: str) -> dict[str, Tensor]:
+    pipeline = make_pipeline(schedule, dist.group.WORLD)
+    # Micro-batches of 2, 2, 2, 1 and of 2, 1, 1, 1 samples, and in between an evaluation of 3, 3, 3, 3.
+    for rows in (7, 12, 5):
+        batch = {name: tensor[:rows] for name, tensor in data(rows, 12).items()}
+        run = pipeline.eval_step if rows == 12 else pipeline.train_step
+        run(**batch, loss_fn=mean_loss)
+    return {name: param.grad for name, param in pipeline.named_parameters()}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_batches_that_do_not_divide_match_one_process(schedule):
+    grads = {}
+    for dtype in (torch.float64, torch.float32):
+        total: dict[str, Tensor] = {}
+        for rows in (7, 5):
+            _, found = one_process(dtype, rows, rows=12, used=rows)
+            total = {name: grad + total.get(name, 0) for name, grad in found.items()}
+        grads[dtype] = total
+    seen = set()
+    for rank in run_ranks(2, _uneven_batches, schedule):
+        for name, grad in rank.items():
+            assert_as_accurate(grad, grads[torch.float64][name], grads[torch.float32][name], name=name)
+            seen.add(name)
+    assert seen == set(grads[torch.float64])
 
 
 def _uneven_split(rank: int, world: int) -> dict[str, Any]:
@@ -323,31 +268,53 @@ def test_tied_embedding_over_stages_stays_one_weight(schedule):
     assert torch.equal(weights["embedding.weight"], weights["output.weight"])
 
 
-def _wrong_batch(rank: int, world: int, change: str) -> None:
-    options = {"hidden_like": torch.empty(2, SEQUENCE, HIDDEN + 1, device="meta")} if change == "hidden" else {}
+def _wrong_batch(rank: int, world: int, change: str, wrong_ranks: list[int]) -> None:
+    options = {"hidden_like": torch.empty(1, SEQUENCE, HIDDEN + 1, device="meta")} if change == "hidden" else {}
     pipeline = make_pipeline("1f1b", dist.group.WORLD, **options)
     batch = data(0)
-    if change == "rows":
-        batch = {name: tensor[:7] for name, tensor in batch.items()}
-    if change == "columns":
-        batch["inputs"] = batch["inputs"][:, :2]
+    if rank in wrong_ranks:
+        if change == "rows":
+            batch = {name: tensor[:3] for name, tensor in batch.items()}
+        if change == "labels":
+            batch["labels"] = batch["labels"][:7]
+        if change == "columns":
+            batch["inputs"] = batch["inputs"][:, :2]
+        if change == "fewer":
+            batch = {name: tensor[:6] for name, tensor in batch.items()}
     pipeline.train_step(**batch, loss_fn=mean_loss)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("rows", "inputs has 7 rows but 4 micro-batches of 2 make 8"),
-        ("columns", "inputs are [8, 2] torch.int64 but a micro-batch was announced as [2, 3]"),
+        ("rows", "inputs have 3 samples, which cannot be cut into 4 micro-batches of at least one"),
+        ("labels", "labels has 7 rows but inputs have 8"),
+        ("columns", "inputs are [8, 2] torch.int64 but were announced as [any, 3] torch.int64"),
     ],
 )
 def test_wrong_batch_is_rejected_on_all_ranks_before_anything_is_sent(change, message):
-    for error in run_ranks(2, _wrong_batch, change, timeout_s=20, return_exceptions=True):
+    for error in run_ranks(2, _wrong_batch, change, [0, 1], return_exceptions=True):
         assert isinstance(error, ValueError)
         assert message in str(error)
 
 
+def test_a_rank_hears_at_once_that_another_has_refused_its_batch():
+    error, heard = run_ranks(2, _wrong_batch, "rows", [0], return_exceptions=True)
+    assert isinstance(error, ValueError)
+    assert isinstance(heard, PeerError)
+    assert "inputs have 3 samples, which cannot be cut into 4 micro-batches" in str(heard)
+
+
+def test_ranks_with_batches_of_different_size_hear_of_it():
+    for error in run_ranks(2, _wrong_batch, "fewer", [1], return_exceptions=True):
+        assert isinstance(error, PeerError)
+        assert "samples 8 in 4" in str(error)
+        assert "samples 6 in 4" in str(error)
+
+
 def test_wrong_hidden_like_is_named():
-    first, _ = run_ranks(2, _wrong_batch, "hidden", return_exceptions=True, fresh_timeout_s=5)
+    first, _ = run_ranks(2, _wrong_batch, "hidden", [], return_exceptions=True, fresh_timeout_s=2)
     assert isinstance(first, ValueError)
-    assert "a stage returned [2, 3, 6] torch.float32 but hidden_like is [2, 3, 7]" in str(first)
+    assert "stage 0 returned [2, 3, 6] torch.float32 but what was announced for micro-batch 0 is [2, 3, 7]" in str(
+        first
+    )

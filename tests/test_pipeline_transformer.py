@@ -80,8 +80,9 @@ def _on_the_mesh(rank: int, world: int, name: str, schedule: str) -> dict[str, A
         last_cost=flops.head,
         group=mesh.pp_group,
         micro_batches=MICRO_BATCHES,
-        input_like=torch.empty(ROWS // MICRO_BATCHES, SEQUENCE, dtype=torch.int64, device="meta"),
-        hidden_like=torch.empty(rows, ROWS // MICRO_BATCHES, config.hidden, device="meta"),
+        input_like=torch.empty(1, SEQUENCE, dtype=torch.int64, device="meta"),
+        hidden_like=torch.empty(rows, 1, config.hidden, device="meta"),
+        batch_dim=1,
         schedule=schedule,
     )
     named = dict(pipeline.named_parameters())

@@ -15,7 +15,7 @@ from fusedcomm.parallel import split_layers, stage_to_rank, stages_on_each_rank
     ("schedule", "options", "message"),
     [
         ("2f2b", {}, "schedule '2f2b' is unknown; choose one of gpipe, 1f1b"),
-        ("1f1b", {"micro_batches": 3}, "micro_batches=3 for 4 stages; raise micro_batches to 4"),
+        ("dualpipev", {"micro_batches": 7}, "micro_batches=7 for 8 stages; raise micro_batches to 8"),
         ("interleaved", {"micro_batches": 9}, "micro_batches=9 into 2 equal rounds for pp=4; use 8 or 12"),
         ("zero_bubble", {"micro_batches": 9}, "micro_batches=9 into 2 equal rounds for pp=4; use 8 or 12"),
         ("gpipe", {"micro_batches": 0}, "micro_batches is 0"),

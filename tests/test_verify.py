@@ -77,6 +77,13 @@ LAYOUTS = {
     "gpipe": tiny(2, 1, 1, pipeline_parallel__schedule="gpipe"),
     "interleaved": tiny(2, 1, 1, pipeline_parallel__schedule="interleaved"),
     "zero_bubble, dp": tiny(2, 2, 1, pipeline_parallel__schedule="zero_bubble"),
+    "dualpipev, tp, uneven micro-batches": tiny(
+        2, 1, 2, pipeline_parallel__schedule="dualpipev", pipeline_parallel__micro_batches=5
+    ),
+    "fewer micro-batches than stages": tiny(4, 1, 1, pipeline_parallel__micro_batches=3),
+    "zero_bubble, accumulation": tiny(
+        2, 2, 1, pipeline_parallel__schedule="zero_bubble", train__accumulation=2, train__global_batch=12
+    ),
     "zbv, tp": tiny(2, 1, 2, pipeline_parallel__schedule="zbv"),
     "sequence not divisible": tiny(2, 1, 2, data__seq_len=23),
     "sequence not divisible, tp 4": tiny(1, 1, 4, model__kv_heads=4, data__seq_len=22),

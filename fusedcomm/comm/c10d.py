@@ -14,7 +14,7 @@ from torch.distributed import P2POp, Work
 
 from fusedcomm.comm.channel import Channel, payload_tag, wait_for
 from fusedcomm.comm.queue import URGENT
-from fusedcomm.comm.record import note, span, wait_on_stream
+from fusedcomm.comm.record import note, span, wait_span
 from fusedcomm.comm.ring import Step
 from fusedcomm.comm.worker import Worker
 from fusedcomm.errors import PeerError
@@ -202,7 +202,8 @@ class NcclExchange:
 
     def wait(self, index: int) -> None:
         if self._incoming[index] is not None:
-            wait_on_stream(self._done[index])
+            with wait_span(f"{self._op} from {self._steps[index].src}", self._device):
+                torch.cuda.current_stream().wait_event(self._done[index])
 
     def finish(self) -> None:
         if self._done:

@@ -16,7 +16,8 @@ from typing import Literal
 
 import torch
 
-Kind = Literal["compute", "transfer", "wait"]
+# A "stage" is one action of a pipeline's schedule, around the computing and waiting in it.
+Kind = Literal["compute", "transfer", "wait", "stage"]
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,19 @@ class Recording:
 
     events: list[Event] = field(default_factory=list)
     paths: Counter[str] = field(default_factory=Counter)
-    stream_waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    stream_waits: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
-    def exposed_s(self) -> float:
-        """Seconds in which computing stood still for a transfer; synchronises with the GPU if one was waited for."""
-        total = sum(event.end_s - event.start_s for event in self.events if event.kind == "wait")
-        for begin, end in self.stream_waits:
-            end.synchronize()
-            total += begin.elapsed_time(end) / 1e3
+    def exposed_s(self, prefix: str = "") -> float:
+        """Seconds in which computing stood still for a transfer, or for those whose name begins with `prefix`.
+
+        Synchronises with the GPU if one was waited for.
+        """
+        waits = [event for event in self.events if event.kind == "wait" and event.name.startswith(prefix)]
+        total = sum(event.end_s - event.start_s for event in waits)
+        for name, begin, end in self.stream_waits:
+            if name.startswith(prefix):
+                end.synchronize()
+                total += begin.elapsed_time(end) / 1e3
         return total
 
     def clear(self) -> None:
@@ -98,18 +104,23 @@ def note(kind: Kind, name: str, start_s: float, num_bytes: int = 0) -> None:
         record.events.append(event)
 
 
-def wait_on_stream(event: torch.cuda.Event) -> None:
-    """Let the current stream wait for `event`, and time that wait on the GPU while a recording is open."""
+@contextmanager
+def wait_span(name: str, device: torch.device) -> Iterator[None]:
+    """Note the block as a wait of the host, or where `device` is a GPU as one of its current stream, by its clock."""
+    if device.type != "cuda":
+        with span("wait", name):
+            yield
+        return
     stream = torch.cuda.current_stream()
     if not _open or torch.cuda.is_current_stream_capturing():
-        stream.wait_event(event)
+        yield
         return
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record(stream)
-    stream.wait_event(event)
+    yield
     end.record(stream)
     for record in _open:
-        record.stream_waits.append((begin, end))
+        record.stream_waits.append((name, begin, end))
 
 
 def note_path(path: Path) -> None:

@@ -1,29 +1,21 @@
-"""Pipeline parallelism: a model's layers over stages, micro-batches through them, on torch's schedules."""
+"""Pipeline parallelism: a model's layers over stages, micro-batches through them, as a schedule's table says."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from fusedcomm.comm.record import span
+from fusedcomm.comm.channel import channel_of
 from fusedcomm.ops.wgrad import DeferWgrad
+from fusedcomm.parallel.courier import Courier
+from fusedcomm.parallel.executor import LossFunction, MicroBatch, Pass
 from fusedcomm.parallel.schedule import SCHEDULES, split_layers, stage_to_rank, stages_on_each_rank
+from fusedcomm.parallel.table import Action, build_table, forward_only, simulate
 from fusedcomm.parallel.wgrad import WgradQueue, add_to_grad
-
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-# (what, stage, micro-batch); what is "receive", "forward" or "send".
-_Action = tuple[str, int, int]
-# (input, labels, sample_ids, step)
-_MicroBatch = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 class BuildStage(Protocol):
@@ -38,21 +30,32 @@ class BuildStage(Protocol):
 class Pipeline:
     """Runs forward and backward of a batch in micro-batches, over the ranks of `group`.
 
-    Shapes per rank: `input_like` and `hidden_like` (meta tensors will do) say what one micro-batch looks like
-    as the first stage's input and between stages; a batch has `micro_batches` times the rows of `input_like`.
+    Shapes per rank: `input_like` and `hidden_like` (meta tensors will do) say what the first stage takes and what lies
+    between stages, for any number of samples: these are the first dimension of the former and `batch_dim` of the
+    latter. A batch of at least `micro_batches` samples is cut into so many micro-batches; where it does not divide, the
+    last ones are a sample shorter.
 
-    What travels when: a `hidden_like` to the next stage after each forward, its gradient back after each
-    backward, in the order of the schedule: `gpipe`, `1f1b`, `interleaved`, `zero_bubble` or `zbv`. With the
-    last two, weight gradients that layers put off through `defer_wgrad` are computed when the schedule has
-    time for them, each once. A group of one, or None, is a plain loop over micro-batches: nothing travels.
+    What travels when: the hidden states to the next stage after each forward, their gradient back after each backward,
+    in the order of the schedule (`SCHEDULES`). Receives are posted ahead, sends are not waited for; between two stages
+    of one rank nothing travels. With `zero_bubble`, `zbv` and `dualpipev`, weight gradients that layers put off through
+    `defer_wgrad` are computed when the schedule has time for them, each once. A group of one, or None, is a plain loop
+    over micro-batches.
+
+    A stage must not keep its input beyond backward: its memory is used again.
 
     Gradients add up over micro-batches and calls, and nothing is averaged: `loss_fn` divides by the global
     number of tokens. Put off gradients go to `param.grad`, or to `GradientBuckets` after `accumulate_into`.
 
     Errors: ValueError, before anything is sent, for layers, stages, micro-batches or a batch that do not fit
-    the schedule; also from a stage whose output is not `hidden_like`.
-    Source: the executors are torch.distributed.pipelining's; the schedules GPipe (Huang et al. 2019), 1F1B
-    and interleaved (Narayanan et al. 2021), zero bubble and ZBV (Qi et al. 2023, 2024).
+    the schedule; also from a stage whose output is not `hidden_like`. PeerError naming peer, stage and micro-batch on
+    ranks whose peer was late beyond the group's time-out, is gone, or was given another batch.
+    Source: GPipe (Huang et al. 2019), 1F1B and interleaved (Narayanan et al. 2021), zero bubble and ZBV (Qi et al.
+    2023, 2024), DualPipeV (DeepSeek 2024, cut in half by Sea AI Lab).
+
+    Attributes:
+        stages: those of this rank, by number.
+        ideal_idle: each pipeline rank's share of a step without work where all stages take the same time and nothing
+            takes time to travel: the schedule's bubble.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Pipeline:
         micro_batches: int,
         input_like: Tensor,
         hidden_like: Tensor,
+        batch_dim: int = 0,
         device: torch.device | str = "cpu",
         schedule: str = "1f1b",
         stages_per_rank: int | None = None,
@@ -86,7 +90,8 @@ class Pipeline:
         self.rank_of_stage = stage_to_rank(schedule, pp=pp, stages_per_rank=per_rank)
         self._last = len(self.layers_of_stage) - 1
         self._num_micro_batches = micro_batches
-        self._input_like, self._hidden_like = input_like.to("meta"), hidden_like.to("meta")
+        self._schedule = schedule
+        self._input_like, self._hidden_like, self._batch_dim = input_like, hidden_like.to("meta"), batch_dim
         self._device = torch.device(device)
         self._queues: dict[int, WgradQueue] = {}
         self.stages: dict[int, nn.Module] = {}
@@ -94,9 +99,9 @@ class Pipeline:
             if owner == rank:
                 splits_backward = SCHEDULES[schedule].splits_backward and self._group is not None
                 self.stages[stage] = self._build(build_stage, stage, splits_backward)
-        self._loss_fn: LossFunction | None = None
-        self._schedule = None if self._group is None else self._make_schedule(schedule)
-        self._forward_actions = self._plan_forward(rank)
+        table = build_table(schedule, pp=pp, micro_batches=micro_batches, stages_per_rank=per_rank)
+        self.ideal_idle = simulate(table).idle
+        self._actions = table[rank]
 
     @property
     def holds_first_stage(self) -> bool:
@@ -131,31 +136,14 @@ class Pipeline:
         row, reach every stage's forward under these names. Returns the sum of the losses, 0 without the last
         stage.
         """
-        self._check_batch({"inputs": inputs, "labels": labels, "sample_ids": sample_ids, "step": step})
+        sizes = self._sizes({"inputs": inputs, "labels": labels, "sample_ids": sample_ids, "step": step})
         for module in self.stages.values():
             module.train()
-        losses: list[Tensor] = []
-        if self._schedule is None:
-            for x, y, ids, steps in self._cut(inputs, labels, sample_ids, step):
-                losses.append(loss_fn(_call(self.stages[0], x, ids, steps), y))
-                losses[-1].backward()
-        else:
-            self._loss_fn = loss_fn
-            with _plain_errors():
-                self._schedule.step(
-                    *((inputs,) if self.holds_first_stage else ()),
-                    target=labels if self.holds_last_stage else None,
-                    losses=losses,
-                    return_outputs=False,
-                    sample_ids=sample_ids,
-                    step=step,
-                )
-            self._loss_fn = None
+        batch = _cut(sizes, inputs, labels, sample_ids, step)
+        losses = self._open_pass(sizes, batch, loss_fn, self._actions, backward=True).run(self._actions)
         if any(len(queue) for queue in self._queues.values()):
             raise RuntimeError("pipeline: the schedule ended with weight gradients still put off")
-        if not losses:
-            return torch.zeros((), device=self._device)
-        return torch.stack([loss.detach() for loss in losses]).sum()
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
 
     @torch.no_grad()
     def eval_step(
@@ -171,33 +159,12 @@ class Pipeline:
 
         Returns their sum over the micro-batches; None on ranks without the last stage.
         """
-        self._check_batch({"inputs": inputs, "labels": labels, "sample_ids": sample_ids, "step": step})
+        sizes = self._sizes({"inputs": inputs, "labels": labels, "sample_ids": sample_ids, "step": step})
         for module in self.stages.values():
             module.eval()
-        batches = self._cut(inputs, labels, sample_ids, step)
-        tensors = {(0, index): batch[0] for index, batch in enumerate(batches)}
-        arriving: dict[tuple[int, int], dist.Work | None] = {}
-        sends: list[tuple[dist.Work | None, Tensor]] = []
-        results: list[Tensor] = []
-        for what, stage, index in self._forward_actions:
-            if what == "receive":
-                x = tensors[stage, index] = torch.empty_like(self._hidden_like, device=self._device)
-                peer = self.rank_of_stage[stage - 1]
-                arriving[stage, index] = dist.irecv(x, group=self._group, group_src=peer)
-            elif what == "send":
-                x = tensors.pop((stage + 1, index))
-                peer = self.rank_of_stage[stage + 1]
-                sends.append((dist.isend(x, group=self._group, group_dst=peer), x))
-            else:
-                _wait(arriving.pop((stage, index), None))
-                _, labels_part, ids, steps = batches[index]
-                output = _call(self.stages[stage], tensors.pop((stage, index)), ids, steps)
-                if stage == self._last:
-                    results.append(loss_fn(output, labels_part))
-                else:
-                    tensors[stage + 1, index] = _as_announced(output, self._hidden_like)
-        for work, _ in sends:
-            _wait(work)
+        batch = _cut(sizes, inputs, labels, sample_ids, step)
+        actions = forward_only(self._actions)
+        results = self._open_pass(sizes, batch, loss_fn, actions, backward=False).run(actions)
         return torch.stack(results).sum(dim=0) if results else None
 
     def _build(self, build_stage: BuildStage, stage: int, splits_backward: bool) -> nn.Module:
@@ -212,120 +179,77 @@ class Pipeline:
             defer_wgrad=defer_wgrad,
         )
 
-    def _make_schedule(self, name: str) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        hidden = self._hidden_like.detach().requires_grad_()
-        # All stages get static shapes: else torch runs each once on uninitialised inputs to find them. The
-        # output of the last stage never travels, so any shape will do for it.
-        stages = [
-            PipelineStage(
-                _Boundary(module, None if stage == self._last else self._hidden_like),
-                stage,
-                len(self.layers_of_stage),
-                self._device,
-                input_args=self._input_like if stage == 0 else hidden,
-                output_args=hidden,
-                group=self._group,
-                dw_builder=self._queues[stage].take if self._queues else None,
+    def _open_pass(
+        self,
+        sizes: Sequence[int],
+        batch: Sequence[MicroBatch],
+        loss_fn: LossFunction,
+        actions: Sequence[Action],
+        *,
+        backward: bool,
+    ) -> Pass:
+        like = self._hidden_like
+        shapes = [(*like.shape[: self._batch_dim], size, *like.shape[self._batch_dim + 1 :]) for size in sizes]
+        courier = None
+        if self._group is not None:
+            what = "train" if backward else "evaluate"
+            courier = Courier(
+                self._group,
+                signature=f"{what} {self._schedule} samples {sum(sizes)} in {len(sizes)} {like.dtype}",
+                actions=actions,
+                rank_of_stage=self.rank_of_stage,
+                shapes=shapes,
+                like=torch.empty(0, dtype=like.dtype, device=self._device),
             )
-            for stage, module in self.stages.items()
-        ]
-        runtime = SCHEDULES[name].runtime
-        if issubclass(runtime, PipelineScheduleSingle):
-            return runtime(stages[0], self._num_micro_batches, loss_fn=self._loss, scale_grads=False)
-        return runtime(list(stages), self._num_micro_batches, loss_fn=self._loss, scale_grads=False)
+        return Pass(
+            stages=self.stages,
+            queues=self._queues,
+            last=self._last,
+            courier=courier,
+            shapes=shapes,
+            dtype=like.dtype,
+            micro_batches=batch,
+            loss_fn=loss_fn,
+            backward=backward,
+        )
 
-    def _loss(self, output: Tensor, labels: Tensor) -> Tensor:
-        assert self._loss_fn is not None
-        return self._loss_fn(output, labels)
+    def _sizes(self, given: dict[str, Tensor | None]) -> list[int]:
+        """Samples of each micro-batch; ValueError, of which the other ranks hear, for a batch that does not fit."""
+        problem = self._problem(given)
+        if problem is not None:
+            if self._group is not None:
+                channel_of(self._group).refuse("pipeline", problem)
+            raise ValueError(f"pipeline: {problem}")
+        inputs = given["inputs"]
+        assert inputs is not None
+        least, longer = divmod(inputs.shape[0], self._num_micro_batches)
+        return [least + (index < longer) for index in range(self._num_micro_batches)]
 
-    def _plan_forward(self, rank: int) -> list[_Action]:
-        """The forward part of the schedule's table, whose sends and receives are in an order without deadlock."""
-        if isinstance(self._schedule, PipelineScheduleMulti):
-            names = {"RECV_F": "receive", "F": "forward", "SEND_F": "send"}
-            table = self._schedule.pipeline_order_with_comms[rank]  # pyright: ignore[reportAttributeAccessIssue]
-            return [
-                (names[action.computation_type.value], action.stage_index, action.microbatch_index)
-                for action in table
-                if action.computation_type.value in names
-            ]
-        (stage,) = self.stages
-        whats = ["receive"] * (stage > 0) + ["forward"] + ["send"] * (stage < self._last)
-        return [(what, stage, index) for index in range(self._num_micro_batches) for what in whats]
-
-    def _check_batch(self, given: dict[str, Tensor | None]) -> None:
-        like = self._input_like
-        rows = self._num_micro_batches * like.shape[0]
+    def _problem(self, given: dict[str, Tensor | None]) -> str | None:
+        inputs, like = given["inputs"], self._input_like
+        assert inputs is not None
+        rows = inputs.shape[0]
+        if rows < self._num_micro_batches:
+            return (
+                f"inputs have {rows} samples, which cannot be cut into {self._num_micro_batches} micro-batches of at "
+                "least one; give a larger batch or use fewer micro-batches"
+            )
         for name, tensor in given.items():
             if tensor is not None and tensor.shape[0] != rows:
-                raise ValueError(
-                    f"pipeline: {name} has {tensor.shape[0]} rows but {self._num_micro_batches} micro-batches of "
-                    f"{like.shape[0]} make {rows}; give batches of that size"
-                )
-        inputs = given["inputs"]
-        if inputs is not None and (inputs.shape[1:] != like.shape[1:] or inputs.dtype != like.dtype):
-            raise ValueError(
-                f"pipeline: inputs are {list(inputs.shape)} {inputs.dtype} but a micro-batch was announced as "
-                f"{list(like.shape)} {like.dtype}; build the pipeline with the input_like that it will be given"
+                return f"{name} has {tensor.shape[0]} rows but inputs have {rows}; give one row per sample"
+        if inputs.shape[1:] != like.shape[1:] or inputs.dtype != like.dtype:
+            return (
+                f"inputs are {list(inputs.shape)} {inputs.dtype} but were announced as [any, "
+                f"{str(list(like.shape[1:]))[1:-1]}] {like.dtype}; build the pipeline with the input_like that it will "
+                "be given"
             )
-
-    def _cut(self, inputs: Tensor, labels: Tensor, sample_ids: Tensor | None, step: Tensor | None) -> list[_MicroBatch]:
-        count = self._num_micro_batches
-        nothing = [None] * count
-        return list(
-            zip(
-                inputs.chunk(count),
-                labels.chunk(count),
-                nothing if sample_ids is None else sample_ids.chunk(count),
-                nothing if step is None else step.chunk(count),
-            )
-        )
+        return None
 
 
-class _Boundary(nn.Module):
-    """A stage as torch's executor calls it; it announces `output_like` to the next one."""
-
-    def __init__(self, module: nn.Module, output_like: Tensor | None) -> None:
-        super().__init__()
-        self.module = module
-        self._output_like = output_like
-
-    def forward(self, x: Tensor, sample_ids: Tensor | None = None, step: Tensor | None = None) -> Tensor:
-        output = _call(self.module, x, sample_ids, step)
-        return output if self._output_like is None else _as_announced(output, self._output_like)
-
-
-def _call(module: nn.Module, x: Tensor, sample_ids: Tensor | None, step: Tensor | None) -> Tensor:
-    options = {"sample_ids": sample_ids, "step": step}
-    return module(x, **{name: value for name, value in options.items() if value is not None})
-
-
-def _as_announced(output: Tensor, like: Tensor) -> Tensor:
-    # gloo would fill part of the receiver's buffer and say nothing.
-    if output.shape != like.shape or output.dtype != like.dtype:
-        raise ValueError(
-            f"pipeline: a stage returned {list(output.shape)} {output.dtype} but hidden_like is {list(like.shape)} "
-            f"{like.dtype}; announce what travels between stages"
-        )
-    return output.contiguous()
-
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    """What a stage raised, without the text and the printed schedule that torch wraps around it on every rank."""
-    log = logging.getLogger(schedules.__name__)
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    except RuntimeError as error:
-        if error.__cause__ is None:
-            raise
-        raise error.__cause__ from None
-    finally:
-        log.setLevel(level)
-
-
-def _wait(work: dist.Work | None) -> None:
-    if work is not None:
-        with span("wait", "pipeline"):
-            work.wait()
+def _cut(
+    sizes: Sequence[int], inputs: Tensor, labels: Tensor, sample_ids: Tensor | None, step: Tensor | None
+) -> list[MicroBatch]:
+    parts = [inputs.split(sizes), labels.split(sizes)]
+    for optional in (sample_ids, step):
+        parts.append([None] * len(sizes) if optional is None else optional.split(sizes))
+    return [MicroBatch(*values) for values in zip(*parts)]

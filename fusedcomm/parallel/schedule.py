@@ -9,9 +9,7 @@ from itertools import accumulate
 
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
-    PipelineScheduleSingle,
-    Schedule1F1B,
-    ScheduleGPipe,
+    ScheduleDualPipeV,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
@@ -23,14 +21,14 @@ class ScheduleKind:
     """What sets one schedule apart from the others.
 
     Attributes:
-        runtime: torch's executor of it.
+        torchs: torch's class, whose table is taken; None where the table is made here.
         stages_per_rank: the default, and where not `flexible` the only possibility.
         placement: `loop` deals the stages round and round the ranks, `v` there and back: rank 0 has the last
         one.
         splits_backward: weight gradients run later than input gradients, in what would be bubbles.
     """
 
-    runtime: type[PipelineScheduleSingle] | type[PipelineScheduleMulti]
+    torchs: type[PipelineScheduleMulti] | None = None
     stages_per_rank: int = 1
     flexible: bool = False
     placement: str = "loop"
@@ -38,11 +36,12 @@ class ScheduleKind:
 
 
 SCHEDULES = {
-    "gpipe": ScheduleKind(ScheduleGPipe),
-    "1f1b": ScheduleKind(Schedule1F1B),
+    "gpipe": ScheduleKind(),
+    "1f1b": ScheduleKind(),
     "interleaved": ScheduleKind(ScheduleInterleaved1F1B, stages_per_rank=2, flexible=True),
     "zero_bubble": ScheduleKind(ScheduleInterleavedZeroBubble, flexible=True, splits_backward=True),
     "zbv": ScheduleKind(ScheduleZBVZeroBubble, stages_per_rank=2, placement="v", splits_backward=True),
+    "dualpipev": ScheduleKind(ScheduleDualPipeV, stages_per_rank=2, placement="v", splits_backward=True),
 }
 
 
@@ -71,10 +70,10 @@ def stages_on_each_rank(
             f"pipeline: {num_layers} layers cannot fill {num_stages} stages (pp={pp} ranks x {per_rank} of "
             f"{schedule}); each stage needs a layer: use more layers, fewer ranks or fewer stages per rank"
         )
-    if schedule == "1f1b" and micro_batches < pp:
+    if schedule == "dualpipev" and micro_batches < num_stages:
         raise ValueError(
-            f"pipeline: 1f1b needs a micro-batch per stage but has micro_batches={micro_batches} for {pp} stages; "
-            f"raise micro_batches to {pp} or more, or use gpipe"
+            f"pipeline: dualpipev needs a micro-batch per stage but has micro_batches={micro_batches} for {num_stages} "
+            f"stages; raise micro_batches to {num_stages} or more, or use zbv"
         )
     rounds = max(1, micro_batches // pp)
     if schedule in ("interleaved", "zero_bubble") and micro_batches % rounds:

@@ -11,9 +11,9 @@ from torch import Tensor
 class WgradQueue:
     """Holds the weight-gradient GEMMs of a stage until its schedule has time for them.
 
-    `put` is what ops and layers take as `defer_wgrad`; `take` is the `dw_builder` of a torch `PipelineStage`,
-    called after each backward: it returns a function that computes what that backward put off, each GEMM
-    once. `accumulate(param, grad)` receives the gradients: `GradientBuckets.accumulate`, or `add_to_grad`.
+    `put` is what ops and layers take as `defer_wgrad`; `take`, called after each backward, returns a function that
+    computes what that backward put off, each GEMM once (the `dw_builder` of a torch `PipelineStage`).
+    `accumulate(param, grad)` receives the gradients: `GradientBuckets.accumulate`, or `add_to_grad`.
     """
 
     def __init__(self, accumulate: Callable[[Tensor, Tensor], None]) -> None:

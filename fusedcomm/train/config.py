@@ -19,7 +19,7 @@ Count = Annotated[int, Field(ge=1)]
 _Counts = Annotated[tuple[Count, ...], Field(strict=False)]
 _Texts = Annotated[tuple[Annotated[str, Field(strict=True)], ...], Field(strict=False)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"]
 
 
 class ConfigError(ValueError):
@@ -61,7 +61,7 @@ class PipelineParallelConfig(_Section):
     depth: Count = 1
     micro_batches: Count = 1
     schedule: Schedule = "1f1b"
-    # null: the schedule's own number, 2 for interleaved and zbv, else 1.
+    # null: the schedule's own number, 2 for interleaved, zbv and dualpipev, else 1.
     stages_per_rank: Count | None = None
     # null: balanced by the layers' estimated FLOPs.
     stage_layers: _Counts | None = None

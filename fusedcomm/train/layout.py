@@ -177,19 +177,21 @@ def _stages_per_rank(config: Config) -> int:
 def _batch_problems(config: Config) -> Iterator[str]:
     train, parallel = config.train, config.parallel_config
     dp, micro_batches = parallel.data_parallel.size, parallel.pipeline_parallel.micro_batches
-    parts = dp * train.accumulation * micro_batches
-    if train.global_batch % parts:
+    parts = dp * train.accumulation
+    samples = train.global_batch // parts
+    if train.global_batch % parts or samples < micro_batches:
         below = train.global_batch // parts * parts
-        choices = f"{below} or {below + parts}" if below else f"{parts}"
+        choices = f"{below} or {below + parts}" if below >= parts * micro_batches else f"{parts * micro_batches}"
         yield (
             f"train.global_batch: {train.global_batch} samples cannot be cut into {_DP} {dp} x train.accumulation "
-            f"{train.accumulation} x {_PP}.micro_batches {micro_batches} = {parts} equal micro-batches; "
-            f"use {choices} samples, or change a factor"
+            f"{train.accumulation} = {parts} equal passes of at least {micro_batches} samples, one for each of "
+            f"{_PP}.micro_batches; use {choices} samples, or change a factor"
         )
-    elif train.global_batch == parts and parallel.tensor_parallel.tp_sync == "interleave":
+    elif samples < 2 * micro_batches and parallel.tensor_parallel.tp_sync == "interleave":
         yield (
             f"{_SYNC}: interleave computes two halves of each micro-batch, but train.global_batch {train.global_batch} "
-            f"in {parts} micro-batches is one sample each; use {2 * parts} samples, fewer micro-batches or every_layer"
+            f"in {parts * micro_batches} micro-batches leaves some with one sample; use {2 * parts * micro_batches} "
+            "samples, fewer micro-batches or every_layer"
         )
 
 

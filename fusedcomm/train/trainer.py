@@ -50,8 +50,6 @@ class Trainer:
         self.shape = config.transformer()
         self.dtype = DTYPES[config.train.precision]
         parallel, train = config.parallel_config, config.train
-        rows = train.global_batch // (parallel.data_parallel.size * train.accumulation)
-        micro_rows = rows // parallel.pipeline_parallel.micro_batches
         seq_len = config.data.seq_len
         own_positions = chunk_sizes(seq_len, mesh.tp)[mesh.tp_rank]
         flops = layer_flops(self.shape)
@@ -63,10 +61,9 @@ class Trainer:
             split=parallel.pipeline_parallel.stage_layers,
             group=mesh.pp_group,
             micro_batches=parallel.pipeline_parallel.micro_batches,
-            input_like=torch.empty(micro_rows, seq_len, dtype=torch.int64, device="meta"),
-            hidden_like=torch.empty(
-                own_positions, micro_rows, self.shape.stage_features, dtype=self.dtype, device="meta"
-            ),
+            input_like=torch.empty(1, seq_len, dtype=torch.int64, device="meta"),
+            hidden_like=torch.empty(own_positions, 1, self.shape.stage_features, dtype=self.dtype, device="meta"),
+            batch_dim=1,
             device=mesh.device,
             schedule=parallel.pipeline_parallel.schedule,
             stages_per_rank=parallel.pipeline_parallel.stages_per_rank,
