@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 
 import torch.distributed as dist
 from torch import Tensor
@@ -12,7 +13,9 @@ from torch.distributed import P2POp, ProcessGroup, Work
 
 from fusedcomm.comm.channel import Headers, channel_of, payload_tag, wait_for
 from fusedcomm.comm.pool import STAGING
-from fusedcomm.comm.record import note, wait_span
+from fusedcomm.comm.queue import URGENT
+from fusedcomm.comm.record import span, wait_span
+from fusedcomm.comm.worker import Worker
 from fusedcomm.parallel.table import Action, received_by
 
 _OP = "pipeline"
@@ -27,8 +30,9 @@ class Courier:
 
     Over gloo each has a tag of its own, made from the pass and from what it is, so that it can only meet its
     counterpart; receives are posted early, a bounded number ahead, into buffers from the pool. The pass begins with a
-    header to all ranks of the group (see `Channel`), which is looked at before anything that came is used. NCCL knows
-    no tags: there sends and receives keep the order of the table, which all ranks share.
+    header to all ranks of the group (see `Channel`), which is looked at before anything that came is used. Sends are
+    urgent: bulk transfers are held back meanwhile (see `comm.queue`). NCCL knows no tags: there sends and receives keep
+    the order of the table, which all ranks share.
 
     Errors: PeerError naming peer, stage and micro-batch for a peer that is late beyond the group's time-out or gone, or
     makes another pass.
@@ -56,7 +60,10 @@ class Courier:
             self._channel.agree_on_device(_OP, self._call, signature, like.device)
         self._to_post = deque(action for action in actions if action.kind in ("RECV_F", "RECV_B"))
         self._posted: dict[Action, tuple[Tensor, Work]] = {}
-        self._sends: deque[tuple[Action, Tensor, float, Work]] = deque()
+        # What is waited for until a send is over: of the sender's thread, or of NCCL's stream.
+        self._sends: deque[threading.Event | Work] = deque()
+        # What went wrong on the sender's thread.
+        self._error: Exception | None = None
         self._post_ahead()
 
     def post_receive(self, action: Action) -> None:
@@ -80,12 +87,10 @@ class Courier:
         while len(self._sends) >= _SENDS_AHEAD:
             self._finish_send()
         peer = self._peer_of(action)
-        start_s = time.perf_counter()
         if self._is_gloo:
-            work = self._channel.group.send([tensor], peer, self._tag(received_by(action)))
+            self._sends.append(_sender().submit(partial(self._deliver, action, tensor, peer)))
         else:
-            work = _nccl(dist.isend, tensor, self._channel.group, peer)
-        self._sends.append((action, tensor, start_s, work))
+            self._sends.append(_nccl(dist.isend, tensor, self._channel.group, peer))
 
     def finish(self) -> None:
         """Return when everything has gone."""
@@ -110,13 +115,24 @@ class Courier:
             work = _nccl(dist.irecv, buffer, self._channel.group, peer)
         self._posted[action] = (buffer, work)
 
+    def _deliver(self, action: Action, tensor: Tensor, peer: int) -> None:
+        """On the sender's thread."""
+        if self._error is not None:
+            return
+        try:
+            # What no peer would ever receive must not keep this thread from its other work.
+            self._check()
+            with URGENT.passing(), span("transfer", f"{_OP} to {peer}", tensor.nbytes):
+                work = self._channel.group.send([tensor], peer, self._tag(received_by(action)))
+                self._wait(work, action, peer, "did not take")
+        except Exception as error:
+            self._error = error
+
     def _finish_send(self) -> None:
-        action, tensor, start_s, work = self._sends.popleft()
-        peer = self._peer_of(action)
-        with wait_span(f"{_OP} {_describe(received_by(action))} to {peer}", self._like.device):
-            self._wait(work, action, peer, "did not take")
-        # Over at the latest now.
-        note("transfer", f"{_OP} to {peer}", start_s, tensor.nbytes)
+        with wait_span(f"{_OP} sent", self._like.device):
+            self._sends.popleft().wait()
+        if self._error is not None:
+            raise self._error
 
     def _check(self) -> None:
         if self._headers is not None:
@@ -131,6 +147,16 @@ class Courier:
 
     def _tag(self, receive: Action) -> int:
         return payload_tag(self._call, f"{self._signature} {receive.kind} {receive.stage} {receive.micro_batch}")
+
+
+@cache
+def _sender() -> Worker:
+    """The thread that posts what leaves over gloo, so that the computing one never copies bytes.
+
+    It waits for each send before the next, which the table's order allows: each then has the whole link. It is not that
+    of the tensor-parallel ops, whose sends must not wait for a stage to be ready.
+    """
+    return Worker("fusedcomm-pipeline")
 
 
 def _describe(action: Action) -> str:
