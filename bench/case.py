@@ -32,6 +32,8 @@ class Spec:
     m: int
     n: int
     k: int
+    # Ranks of one node share its link.
+    nodes: int
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,7 +53,7 @@ class Method:
 class Case(Protocol):
     """The op with its inputs on one rank."""
 
-    # The least that a rank must send in one run, whatever the method.
+    # The least that must leave a node in one run, whatever the method.
     min_bytes: int
 
     def open(self, name: str) -> Method:

@@ -81,15 +81,21 @@ def measure(request: Request) -> list[Row]:
     with ExitStack() as stack:
         network = None
         if plan.link.is_shaped:
-            network = stack.enter_context(ShapedNetwork(spec.world, gbps or _FAST_GBPS))
-        ranks = stack.enter_context(Ranks(_seats(spec.world, network)))
+            network = stack.enter_context(ShapedNetwork(spec.nodes, gbps or _FAST_GBPS, spec.world // spec.nodes))
+        ranks = stack.enter_context(Ranks(_seats(spec, network)))
         clock = _Clock(ranks, network)
         min_bytes = max(ranks.run(_make_case, spec))
         clock.open("compute")
         if plan.link.factor is not None and network is not None:
             gbps = plan.link.factor * min_bytes * 8 / 1e9 / _compute_time_s(clock)
+            if gbps > _FAST_GBPS:
+                raise BenchError(f"--link {request.link}: {spec.op} computes next to nothing; give a rate in Gbit/s")
             network.set_rate(gbps)
-        _say(f"{spec.op}: {spec.world} ranks, {spec.dtype_name}, M,N,K = {spec.m},{spec.n},{spec.k}; {_words(gbps)}")
+        where = "" if spec.nodes == spec.world else f" on {spec.nodes} nodes"
+        _say(
+            f"{spec.op}: {spec.world} ranks{where}, {spec.dtype_name}, M,N,K = {spec.m},{spec.n},{spec.k}; "
+            f"{_words(gbps)}"
+        )
         clock.open("transfer")
         verdicts = {name: clock.open_and_check(name) for name in plan.methods}
         laps = _time_all(clock, ["compute", "transfer", *plan.methods], plan.rounds)
@@ -98,7 +104,7 @@ def measure(request: Request) -> list[Row]:
 
 @dataclass
 class _Laps:
-    """One method's rounds: seconds of the slowest rank, and bytes of the rank that sent most, per run."""
+    """One method's rounds: seconds of the slowest rank, and bytes of the node that sent most, per run."""
 
     seconds: list[float]
     num_bytes: list[int]
@@ -215,6 +221,7 @@ def _rows(
                 transfer_s=transfer_s,
                 rounds=len(lap.seconds),
                 machine=_machine(),
+                nodes=None if spec.nodes == spec.world else spec.nodes,
             )
         )
     return rows
@@ -295,11 +302,12 @@ def _method(state: RankState, name: str) -> Method:
     return state.kept[f"method {name}"]
 
 
-def _seats(world: int, network: ShapedNetwork | None) -> list[Seat]:
-    seats = cores_of(world)
+def _seats(spec: Spec, network: ShapedNetwork | None) -> list[Seat]:
+    seats = cores_of(spec.world)
     if network is None:
         return [Seat(core, loopback_name(), None) for core in seats]
-    return [Seat(core, INTERFACE, network.namespace(rank)) for rank, core in enumerate(seats)]
+    per_node = spec.world // spec.nodes
+    return [Seat(core, INTERFACE, network.namespace(rank // per_node)) for rank, core in enumerate(seats)]
 
 
 def _words(gbps: float | None) -> str:

@@ -28,7 +28,7 @@ class Row:
     median_s: float
     p25_s: float
     p75_s: float
-    # The GEMMs alone; the least bytes that must leave a rank over the link's rate (loopback: the transfers alone).
+    # The GEMMs alone; the least bytes that must leave a node over the link's rate (loopback: the transfers alone).
     gemm_s: float
     wire_s: float
     # max(gemm_s, wire_s) / median_s
@@ -36,7 +36,7 @@ class Row:
     # Medians of the ratios of a round: above 1 this method is faster. None: the baseline was not run.
     vs_serial: float | None
     vs_torch: float | None
-    # Sent by the busiest rank in one run, counted from its interface with headers. None on loopback.
+    # Sent by the busiest node in one run, counted from its interface with headers. None on loopback.
     wire_bytes: int | None
     checked: bool
     note: str
@@ -44,6 +44,8 @@ class Row:
     transfer_s: float
     rounds: int
     machine: str
+    # Whose ranks share a link each; None: every rank has its own.
+    nodes: int | None = None
 
 
 def write_json(path: Path, rows: Sequence[Row]) -> None:
@@ -132,17 +134,18 @@ def write_plot(path: Path, rows: Sequence[Row]) -> None:
 
 
 def benchmarks(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of each benchmark together: those of one op, world, dtype, shape and link."""
+    """The rows of each benchmark together: those of one op, world, dtype, shape, link and layout."""
     found: dict[object, list[Row]] = {}
     for row in rows:
-        found.setdefault((row.op, row.world, row.dtype, row.shape, row.link_gbps), []).append(row)
+        found.setdefault((row.op, row.world, row.dtype, row.shape, row.link_gbps, row.nodes), []).append(row)
     return list(found.values())
 
 
 def title_of(row: Row) -> str:
     """What the row's benchmark is."""
     link = "loopback" if row.link_gbps is None else f"{row.link_gbps:.3g} Gbit/s"
-    return f"{row.op}, {row.world} ranks, {row.dtype}, M,N,K = {','.join(map(str, row.shape))}, {link}"
+    ranks = f"{row.world} ranks" if row.nodes is None else f"{row.world} ranks on {row.nodes} nodes"
+    return f"{row.op}, {ranks}, {row.dtype}, M,N,K = {','.join(map(str, row.shape))}, {link}"
 
 
 def _draw_panel(axes: Axes, rows: Sequence[Row]) -> None:

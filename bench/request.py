@@ -16,6 +16,7 @@ OPS = (
     "all_gather_matmul",
     "matmul_reduce_scatter",
     "matmul_all_reduce",
+    "all_reduce",
     "mlp",
     "attention",
     "gradients",
@@ -38,6 +39,8 @@ class Request:
     rounds: int = 9
     json_path: Path | None = None
     plot_path: Path | None = None
+    # None: every rank is a node of its own.
+    nodes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,11 @@ def plan_of(request: Request) -> Plan:
     if request.rounds < 3:
         raise BenchError(f"--rounds {request.rounds}: quartiles need at least 3")
     check_world(request.world)
+    nodes = request.world if request.nodes is None else request.nodes
+    if nodes < 2 or request.world % nodes:
+        raise BenchError(
+            f"--nodes {nodes}: must be at least 2 and divide --world {request.world}, so that all hold equally many"
+        )
     op = op_module(request.op)
     m, n, k = op.default_shape(request.world) if request.shape is None else _parse_shape(request.shape)
     methods = op.METHODS if request.methods is None else tuple(request.methods.split(","))
@@ -78,7 +86,7 @@ def plan_of(request: Request) -> Plan:
         if name not in (*op.METHODS, *op.EXTRA_METHODS):
             known = ", ".join((*op.METHODS, *op.EXTRA_METHODS))
             raise BenchError(f"--methods {name!r} is unknown for {request.op}; choose from {known}")
-    spec = Spec(request.op, request.world, request.dtype_name, m, n, k)
+    spec = Spec(request.op, request.world, request.dtype_name, m, n, k, nodes)
     op.check_spec(spec)
     return Plan(spec, tuple(dict.fromkeys(methods)), _parse_link(request.link), request.rounds)
 

@@ -2,7 +2,7 @@
 
 Every node is a network namespace with one interface, `eth0`, joined by veth to a bridge in a namespace of its own; a
 token bucket (`tc ... tbf`) holds what each node sends to the rate. Ranks of one node share its link to the others, and
-talk to each other over the node's unshaped loopback.
+talk to each other over the node's loopback, which is shaped too: 10 times that rate for each of them.
 
 Nothing outside the namespaces is touched, and no packet leaves them. They have no names: they live by this process's
 file descriptors and by the ranks inside, so the kernel removes them, with all that is in them, when those end, however
@@ -26,6 +26,8 @@ from typing import Any
 from fusedcomm.bench.errors import BenchError
 
 INTERFACE = "eth0"
+# A rank's link to others of its node, against the node's link.
+_FASTER_INSIDE = 10
 _CLONE_NEWNET = 0x40000000
 _THIS_NAMESPACE = "/proc/thread-self/ns/net"
 _LOOPBACK_REMEDY = "or take --link loopback, which shapes nothing"
@@ -49,12 +51,15 @@ _SYSCTLS = {
 class ShapedNetwork:
     """`num_nodes` nodes, each of which sends at `gbps`; a context manager, and `close()` may come early.
 
+    `ranks_per_node` share a node's link, and may each send at 10 times its rate to one another.
+
     Made, used and closed by one thread. Raises BenchError: the rate is not a rate, this process may not make
     namespaces, or `ip` and `tc` are missing.
     """
 
-    def __init__(self, num_nodes: int, gbps: float) -> None:
+    def __init__(self, num_nodes: int, gbps: float, ranks_per_node: int = 1) -> None:
         check_rate(gbps)
+        self._ranks_per_node = ranks_per_node
         self._ip, self._tc = _tool("ip"), _tool("tc")
         self._bridge = -1
         self._nodes: list[int] = []
@@ -83,11 +88,10 @@ class ShapedNetwork:
     def set_rate(self, gbps: float) -> None:
         """Change every node's rate; what is on its way goes on."""
         check_rate(gbps)
-        bytes_per_s = gbps * 1e9 / 8
-        burst = max(_MIN_BURST_BYTES, math.ceil(bytes_per_s * _MIN_BURST_S))
-        bucket = f"tbf rate {round(gbps * 1e9)}bit burst {burst} limit {_QUEUE_BYTES}"
         for namespace in self._nodes:
-            self._run_in(namespace, self._tc, f"qdisc replace dev {INTERFACE} root {bucket}")
+            self._shape(namespace, INTERFACE, gbps)
+            if self._ranks_per_node > 1:
+                self._shape(namespace, "lo", gbps * _FASTER_INSIDE * self._ranks_per_node)
 
     def sent_bytes(self) -> list[int]:
         """What each node has sent since the start, headers included, counted where it enters the bridge."""
@@ -104,6 +108,11 @@ class ShapedNetwork:
         if self._bridge >= 0:
             os.close(self._bridge)
             self._bridge = -1
+
+    def _shape(self, namespace: int, interface: str, gbps: float) -> None:
+        burst = max(_MIN_BURST_BYTES, math.ceil(gbps * 1e9 / 8 * _MIN_BURST_S))
+        bucket = f"tbf rate {round(gbps * 1e9)}bit burst {burst} limit {_QUEUE_BYTES}"
+        self._run_in(namespace, self._tc, f"qdisc replace dev {interface} root {bucket}")
 
     def _join(self, node: int) -> None:
         namespace, port = self._nodes[node], f"port{node}"

@@ -145,10 +145,14 @@ def bench(
         str,
         typer.Argument(
             metavar="OP",
-            help="all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, mlp, attention, gradients, train_step.",
+            help="all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, all_reduce, mlp, attention, gradients, "
+            "train_step.",
         ),
     ],
     world: Annotated[int, typer.Option(help="Ranks, each on a core of this machine.")] = 2,
+    nodes: Annotated[
+        int | None, typer.Option(help="Nodes that hold the ranks, with a link each; by default one per rank.")
+    ] = None,
     link: Annotated[
         str,
         typer.Option(
@@ -171,7 +175,7 @@ def bench(
     """
     from fusedcomm.bench.harness import Request, run
 
-    raise typer.Exit(run(Request(op, world, link, dtype, shape, methods, rounds, json_path, plot_path)))
+    raise typer.Exit(run(Request(op, world, link, dtype, shape, methods, rounds, json_path, plot_path, nodes)))
 
 
 def main() -> None:

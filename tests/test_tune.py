@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
@@ -16,9 +17,11 @@ from test_ops import _equal
 
 from fusedcomm import all_gather_matmul, matmul_reduce_scatter
 from fusedcomm.comm.channel import channel_of
+from fusedcomm.comm.hierarchical import level_groups
 from fusedcomm.tune import propose_sizes
 from fusedcomm.tune.cache import Tuner
-from fusedcomm.tune.cost import candidates, chunked
+from fusedcomm.tune.cost import Link, Links, all_reduce_s, candidates, chunked, fastest_algorithm
+from fusedcomm.tune.links import measure_links
 from fusedcomm.tune.speed import proportional
 
 
@@ -30,6 +33,45 @@ def test_candidates_leave_every_chunk_enough_rows(rows, world):
     assert [option.num_chunks for option in options[1:]] == list(range(1, len(options)))
     most = chunked("", world=world, rows=rows).num_chunks
     assert most == 1 or rows / world / 2 ** (most - 1) >= 128
+
+
+# A millisecond and 1 Gbit/s across, ten times less and more inside.
+LINKS = Links(Link(1e-4, 1.25e9), Link(1e-3, 1.25e8))
+
+
+def test_the_cost_of_a_sum_is_that_of_the_busiest_link():
+    two_by_two = (0, 0, 1, 1)
+    # Each of 6 rounds moves a quarter over each node's link.
+    assert all_reduce_s("ring", 10**8, two_by_two, LINKS) == pytest.approx(6 * (1e-3 + 0.25 * 0.8))
+    # Placed in turns, two edges of the ring leave each node.
+    assert all_reduce_s("ring", 10**8, (0, 1, 0, 1), LINKS) == pytest.approx(6 * (1e-3 + 2 * 0.25 * 0.8))
+    # A round inside, and one in which both ranks of a node send all of it.
+    assert all_reduce_s("tree", 10**8, two_by_two, LINKS) == pytest.approx(1e-4 + 0.08 + 1e-3 + 2 * 0.8)
+    by_levels_s = all_reduce_s("hierarchical", 10**8, two_by_two, LINKS)
+    assert by_levels_s == pytest.approx(2e-4 + 2e-3 + 0.8, rel=0.01)
+    assert all_reduce_s("hierarchical", 10**8, (0, 0, 1), LINKS) == math.inf
+    # Rank 4 hands its summand in, and gets the sum, while the four others take two rounds.
+    assert all_reduce_s("tree", 1000, (0,) * 5, LINKS) == pytest.approx(4 * (1e-4 + 1000 / 1.25e9))
+
+
+def test_small_buffers_go_by_tree_and_large_ones_by_levels():
+    nodes = (0, 0, 1, 1)
+    assert fastest_algorithm(1000, nodes, LINKS) == "tree"
+    assert fastest_algorithm(10**8, nodes, LINKS) == "hierarchical"
+    assert fastest_algorithm(10**8, (0, 0, 1), LINKS) == "ring"
+
+
+def _measured(rank: int, world: int) -> Links:
+    group = dist.group.WORLD
+    return measure_links(group, *level_groups(group, (0, 0, 1, 1), timeout_s=20), torch.device("cpu"))
+
+
+def test_measured_links_are_the_same_on_every_rank():
+    first, *others = run_ranks(4, _measured)
+    assert all(links == first for links in others)
+    for link in (first.in_node, first.across):
+        assert 0 < link.latency_s < 1
+        assert 1e5 < link.bytes_per_s < 1e12
 
 
 # Seconds that each way of running is made to take, by rank.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from fusedcomm.comm.hierarchical import CHUNK_BYTES
 
 # A GEMM cut into pieces of fewer rows loses 10-50 % to packing and launch costs (measured on CPUs).
 _ROWS_PER_CHUNK = 128
@@ -52,3 +55,67 @@ def candidates(*, world: int, rows: int) -> list[Choice]:
         return [serial(f"{shard_rows} rows a shard are fewer than {_MIN_ROWS}: nothing to hide behind")]
     most = chunked("", world=world, rows=rows).num_chunks
     return [serial("timed"), *(Choice("chunked", count, "timed") for count in range(1, most + 1))]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a message costs: seconds before its first byte, and bytes per second after that."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Links:
+    """A rank's link inside its node, and a node's link to the others, which its ranks share."""
+
+    in_node: Link
+    across: Link
+
+
+ALGORITHMS = ("ring", "tree", "hierarchical")
+
+
+def fastest_algorithm(num_bytes: int, nodes: Sequence[int], links: Links) -> str:
+    """Which of `ALGORITHMS` sums a buffer over ranks on these nodes (one entry a rank) soonest."""
+    return min(ALGORITHMS, key=lambda algorithm: all_reduce_s(algorithm, num_bytes, nodes, links))
+
+
+def all_reduce_s(algorithm: str, num_bytes: int, nodes: Sequence[int], links: Links) -> float:
+    """Seconds that the algorithm needs, by latency and rate of the busiest link; infinite where it cannot run."""
+    world = len(nodes)
+    if algorithm == "ring":
+        flows = [(rank, (rank + 1) % world) for rank in range(world)]
+        return 2 * (world - 1) * _round_s(num_bytes / world, flows, nodes, links)
+    if algorithm == "tree":
+        power = 1 << (world.bit_length() - 1)
+        extra = [(rank, rank - power) for rank in range(power, world)]
+        rounds = [[(rank, rank ^ (1 << bit)) for rank in range(power)] for bit in range(power.bit_length() - 1)]
+        rounds += [extra, [(dst, src) for src, dst in extra]]
+        return sum(_round_s(num_bytes, flows, nodes, links) for flows in rounds if flows)
+    return _hierarchical_s(num_bytes, nodes, links)
+
+
+def _round_s(num_bytes: float, flows: Sequence[tuple[int, int]], nodes: Sequence[int], links: Links) -> float:
+    """Seconds until `num_bytes` have gone from src to dst of all flows at once."""
+    crossing = [nodes[src] for src, dst in flows if nodes[src] != nodes[dst]]
+    inside_s = links.in_node.latency_s + num_bytes / links.in_node.bytes_per_s if len(crossing) < len(flows) else 0.0
+    if not crossing:
+        return inside_s
+    busiest = max(crossing.count(node) for node in crossing)
+    return max(inside_s, links.across.latency_s + busiest * num_bytes / links.across.bytes_per_s)
+
+
+def _hierarchical_s(num_bytes: int, nodes: Sequence[int], links: Links) -> float:
+    sizes = {nodes.count(node) for node in nodes}
+    if len(sizes) > 1:
+        return float("inf")
+    (per_node,) = sizes
+    num_nodes = len(nodes) // per_node
+    # Bytes that a rank sends in its node, and a node to the others, each half of them in the summands' phase.
+    inside_s = 2 * (per_node - 1) / per_node * num_bytes / links.in_node.bytes_per_s
+    across_s = 2 * (num_nodes - 1) / num_nodes * num_bytes / links.across.bytes_per_s
+    latency_s = 2 * (per_node > 1) * links.in_node.latency_s + 2 * (num_nodes > 1) * links.across.latency_s
+    # The phases run side by side but for the first and the last chunk.
+    num_chunks = max(1, num_bytes / CHUNK_BYTES)
+    return latency_s + max(inside_s, across_s) + min(inside_s, across_s) / num_chunks
