@@ -33,6 +33,8 @@ def _step(step: int, **changes) -> StepMetrics:
         "iteration_ms": 98.7,
         "exposed_ms": 4.2,
         "memory_gib": 0.5,
+        "pipeline_idle": [0.0],
+        "pipeline_ideal_idle": [0.0],
         "path": "chunked",
     }
     return StepMetrics(**(values | changes))
@@ -50,6 +52,8 @@ def test_step_line_holds_every_number():
     overflow = step_line(_step(7, skipped=True, loss_scale=1024.0, grad_norm=math.inf), 150)
     assert overflow.endswith("chunked  scale 1024  skipped: overflow")
     assert "grad norm inf" in overflow
+    staged = step_line(_step(7, pipeline_idle=[0.25, 0.35], pipeline_ideal_idle=[0.2, 0.2]), 150)
+    assert staged.endswith("chunked  idle 30% (schedule 20%)")
 
 
 def test_evaluation_line_holds_loss_perplexity_and_accuracy():
@@ -142,10 +146,11 @@ def test_tensorboard_gets_every_number(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with MetricsLog(tmp_path, enabled=True, total_steps=10) as log:
-        log.step(_step(1), console=False)
+        log.step(_step(1, pipeline_idle=[0.25, 0.5]), console=False)
         log.evaluation(EvalMetrics(1, 1.5, 0.5, 64))
     events = EventAccumulator(str(tmp_path)).Reload()
     assert events.Scalars("train/loss")[0].value == 2.5
+    assert events.Scalars("train/pipeline_idle/1")[0].value == 0.5
     assert events.Scalars("validation/loss")[0].step == 1
     assert {"train/lr", "train/exposed_ms", "validation/perplexity"} <= set(events.Tags()["scalars"])
 

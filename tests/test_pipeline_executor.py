@@ -22,7 +22,7 @@ from fusedcomm.errors import PeerError
 from fusedcomm.ops.wgrad import DeferWgrad
 from fusedcomm.parallel import SCHEDULES, Pipeline
 
-BOTH_BORDERS = 2 * MICRO_BATCHES * (ROWS // MICRO_BATCHES) * SEQUENCE * HIDDEN * 4
+BYTES_PER_BORDER = 2 * MICRO_BATCHES * (ROWS // MICRO_BATCHES) * SEQUENCE * HIDDEN * 4
 
 
 def gradients_of(pipeline: Pipeline) -> dict[str, Tensor | None]:
@@ -82,7 +82,11 @@ def _with_ours(rank: int, world: int, schedule: str, delayed: bool) -> tuple[flo
     with recording() as record:
         loss = pipeline.train_step(**data(0), loss_fn=mean_loss).item()
     sent = sum(event.num_bytes for event in record.events if event.name.startswith("pipeline to"))
-    assert record.exposed_s("pipeline") <= record.exposed_s()
+    assert 0 < record.exposed_s("pipeline") <= record.exposed_s()
+    waits = {event.name for event in record.events if event.kind == "wait"}
+    assert ("pipeline hidden states of micro-batch 0 at stage 1 from 0" in waits) == (rank == 1)
+    stages = [event.name for event in record.events if event.kind == "stage"]
+    assert len(set(stages)) == len(stages) == sum(action.kind in "FBIW" for action in pipeline._actions)
     return loss, gradients_of(pipeline), sent
 
 
@@ -96,9 +100,8 @@ def test_gradients_are_torchs_to_the_bit_with_or_without_delays(schedule):
             assert grads.keys() == their_grads.keys()
             assert all(torch.equal(grads[name], grad) for name, grad in their_grads.items())
         # Hidden states there and gradients back, once each, over the borders between ranks.
-        owners = [SCHEDULES[schedule].placement == "v"]
         borders = {"gpipe": 1, "1f1b": 1, "zero_bubble": 1, "interleaved": 3}.get(schedule, 2)
-        assert sum(sent for *_, sent in ours) == borders * BOTH_BORDERS, owners
+        assert sum(sent for *_, sent in ours) == borders * BYTES_PER_BORDER
 
 
 class Counting(Stage):
@@ -200,6 +203,8 @@ def test_a_lost_peer_is_named_with_stage_and_micro_batch(how):
     start_s = time.monotonic()
     error, _ = run_ranks(2, _fail, how, return_exceptions=True, fresh_timeout_s=2.0)
     assert isinstance(error, PeerError)
-    assert (error.op, error.rank, error.chunk) == ("pipeline", 1, 1)
-    assert "rank 1 of the group did not deliver the gradient of micro-batch 1 at stage 0" in str(error)
+    assert (error.op, error.rank) == ("pipeline", 1)
+    # What a killed rank had sent before may or may not have left it.
+    assert error.chunk == 1 or (how == "killed" and error.chunk == 0)
+    assert f"rank 1 of the group did not deliver the gradient of micro-batch {error.chunk} at stage 0" in str(error)
     assert time.monotonic() - start_s < 30

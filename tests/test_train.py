@@ -16,6 +16,7 @@ from fusedcomm.train.checkpoint import latest_checkpoint
 from fusedcomm.train.config import parse_config
 from fusedcomm.train.loop import train
 from fusedcomm.train.trace import trace
+from fusedcomm.train.trainer import _idle_shares
 
 STEPS = 6
 
@@ -67,6 +68,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, precision)
     run(broken, resume="auto")
     assert len(losses(tmp_path / "whole")) == STEPS
     assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
+    for record in records(tmp_path / "whole", "train"):
+        # One for each pipeline rank; two micro-batches on two stages leave a third of the step.
+        assert all(0 <= idle < 1 for idle in record["pipeline_idle"])
+        assert len(record["pipeline_idle"]) == 2
+        assert record["pipeline_ideal_idle"] == pytest.approx([1 / 3, 1 / 3])
     assert records(tmp_path / "broken", "validation")[-1] == records(tmp_path / "whole", "validation")[-1]
 
 
@@ -131,5 +137,9 @@ def test_a_step_can_be_drawn(tmp_path):
     run_ranks(4, run_trace, config(tmp_path, 2, 1, 2), str(tmp_path), timeout_s=120)
     rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {row["pid"] for row in rows} == {0, 1, 2, 3}
-    assert {row["cat"] for row in rows if row["ph"] == "X"} == {"compute", "transfer", "wait"}
+    assert {row["cat"] for row in rows if row["ph"] == "X"} == {"compute", "transfer", "wait", "stage"}
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_idle_is_what_was_waited_and_what_was_over_before_the_last_rank():
+    assert _idle_shares([10.0, 8.0], [2.0, 3.0]) == pytest.approx([0.2, 0.5])

@@ -32,7 +32,8 @@ class Event:
     thread: str
 
 
-@dataclass
+# Two recordings of the same events are still two.
+@dataclass(eq=False)
 class Recording:
     """Events and path counts since `recording()` was entered; filled by every thread of the process."""
 

@@ -96,6 +96,8 @@ def _step_metrics(
         iteration_ms=seconds * 1e3,
         exposed_ms=record.exposed_s() * 1e3,
         memory_gib=memory_gib(mesh.device),
+        pipeline_idle=trainer.idle,
+        pipeline_ideal_idle=trainer.pipeline.ideal_idle,
         path=path_summary(record.paths),
         skipped=result.skipped,
         loss_scale=None if loss_scale is None else loss_scale.value,

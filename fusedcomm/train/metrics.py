@@ -7,10 +7,11 @@ import json
 import math
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +26,8 @@ class StepMetrics:
 
     `exposed_ms` is the time in which computing stood still for a transfer, `path` the method that ran the ops,
     `skipped` whether an fp16 overflow left the weights as they were. FLOPs are the model's, without recomputation.
+    `pipeline_idle` is each pipeline rank's share of forward and backward without work, `pipeline_ideal_idle` what the
+    schedule would leave.
     """
 
     step: int
@@ -36,6 +39,8 @@ class StepMetrics:
     iteration_ms: float
     exposed_ms: float
     memory_gib: float
+    pipeline_idle: Sequence[float]
+    pipeline_ideal_idle: Sequence[float]
     path: str
     skipped: bool = False
     loss_scale: float | None = None
@@ -126,9 +131,8 @@ class MetricsLog:
         plain = {key: value if _is_plain(value) else str(value) for key, value in values.items()}
         self._file.write(json.dumps({"kind": kind, **plain}) + "\n")
         if self._board is not None:
-            for key, value in values.items():
-                if key != "step" and isinstance(value, int | float):
-                    self._board.add_scalar(f"{kind}/{key}", value, values["step"])
+            for key, value in _scalars(values):
+                self._board.add_scalar(f"{kind}/{key}", value, values["step"])
 
 
 def step_line(metrics: StepMetrics, total_steps: int) -> str:
@@ -140,6 +144,8 @@ def step_line(metrics: StepMetrics, total_steps: int) -> str:
         f"{metrics.iteration_ms:.0f} ms  exposed {metrics.exposed_ms:.0f} ms  {metrics.memory_gib:.2f} GiB  "
         f"{metrics.path}"
     )
+    if len(metrics.pipeline_idle) > 1:
+        text += f"  idle {mean(metrics.pipeline_idle):.0%} (schedule {mean(metrics.pipeline_ideal_idle):.0%})"
     if metrics.loss_scale is not None:
         text += f"  scale {metrics.loss_scale:g}"
     return text + ("  skipped: overflow" if metrics.skipped else "")
@@ -171,6 +177,15 @@ def memory_gib(device: torch.device) -> float:
     # Kibibytes, but bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """All numbers but the step's; those of a list, which has one a pipeline rank, by their place in it."""
+    for key, value in values.items():
+        if isinstance(value, list):
+            yield from ((f"{key}/{rank}", entry) for rank, entry in enumerate(value))
+        elif key != "step" and isinstance(value, int | float):
+            yield key, value
 
 
 def _is_plain(value: Any) -> bool:

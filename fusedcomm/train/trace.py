@@ -16,7 +16,7 @@ from fusedcomm.train.layout import coordinates, describe_layout
 from fusedcomm.train.loop import mesh_of
 from fusedcomm.train.trainer import Trainer
 
-_COLOURS = {"compute": "#4c9f70", "transfer": "#3f72af", "wait": "#d9534f"}
+_COLOURS = {"compute": "#4c9f70", "transfer": "#3f72af", "wait": "#d9534f", "stage": "#d8d8d8"}
 
 
 def trace(config: Config, *, steps: int, json_path: Path | None, plot_path: Path | None, device: torch.device) -> None:
@@ -32,6 +32,9 @@ def trace(config: Config, *, steps: int, json_path: Path | None, plot_path: Path
             trainer.gradients(step, pieces)
             trainer.update(step)
         events = gather_events(record)
+    if mesh.rank == 0 and mesh.pp > 1:
+        for rank, (idle, ideal) in enumerate(zip(trainer.idle, trainer.pipeline.ideal_idle)):
+            print(f"pipeline rank {rank}: idle {idle:.0%} of forward and backward; by the schedule {ideal:.0%}")
     if events is None:
         return
     if json_path is not None:
@@ -79,23 +82,32 @@ def write_trace(path: Path, events: Sequence[Sequence[Event]], parallel: Paralle
 
 
 def plot_timeline(path: Path, events: Sequence[Sequence[Event]], parallel: ParallelConfig, *, title: str) -> None:
-    """Two lanes a rank, the computing thread's (computing and waiting) above what travels from it."""
+    """Two lanes a rank, the computing thread's (computing and waiting) above what travels from it.
+
+    Behind the former, a box for each forward, backward or weight gradients of a micro-batch on a pipeline stage.
+    """
     from matplotlib import pyplot
 
     origin_s = _origin(events)
     figure, axes = pyplot.subplots(figsize=(11, 0.9 + 0.55 * len(events)), layout="constrained")
     for rank, own in enumerate(events):
-        for event in own:
+        # Boxes first, since what happens in them ends earlier and would be hidden.
+        for event in sorted(own, key=lambda event: event.kind != "stage"):
             lane = rank + (0.2 if event.kind == "transfer" else -0.2)
             span_ms = ((event.start_s - origin_s) * 1e3, (event.end_s - event.start_s) * 1e3)
-            axes.broken_barh([span_ms], (lane - 0.18, 0.36), facecolors=_COLOURS[event.kind], linewidth=0)
+            width = 0.5 if event.kind == "stage" else 0.0
+            axes.broken_barh(
+                [span_ms], (lane - 0.18, 0.36), facecolors=_COLOURS[event.kind], edgecolors="white", linewidth=width
+            )
     axes.set_yticks(range(len(events)), [f"rank {rank}\n{coordinates(parallel, rank)}" for rank in range(len(events))])
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     axes.set_title(title, fontsize=10)
     names = {"compute": "multiplies", "wait": "stands still for a transfer", "transfer": "travels"}
+    if any(event.kind == "stage" for own in events for event in own):
+        names["stage"] = "a micro-batch on a stage"
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=_COLOURS[kind]) for kind in names]
-    figure.legend(handles, names.values(), loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(handles, names.values(), loc="outside lower center", ncols=len(names), frameon=False)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fusedcomm.comm.mesh import Mesh
+from fusedcomm.comm.record import Recording, recording
 from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.nn import TensorParallel, Transformer, layer_flops, vocab_parallel_cross_entropy, vocab_parallel_hits
 from fusedcomm.ops.wgrad import DeferWgrad
@@ -43,6 +45,10 @@ class Trainer:
 
     The loss is the sum over all tokens of the global batch divided by their number, so gradients are sums and nothing
     is averaged twice, whatever the layout, the micro-batches and the accumulation.
+
+    Attributes:
+        idle: each pipeline rank's share of the last `gradients` without work, a mean over its ranks: what it waited
+            for other stages, and what it had ended before the last of them. `pipeline.ideal_idle` is the schedule's.
     """
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
@@ -68,6 +74,7 @@ class Trainer:
             schedule=parallel.pipeline_parallel.schedule,
             stages_per_rank=parallel.pipeline_parallel.stages_per_rank,
         )
+        self.idle = [0.0] * mesh.pp
         self.params = dict(self.pipeline.named_parameters())
         self._tied = self._tie()
         self.buckets = GradientBuckets(
@@ -98,27 +105,32 @@ class Trainer:
 
         Afterwards every parameter's `main_grad` is the gradient of that loss (times the fp16 loss scale).
         """
-        num_tokens = self._global_sum(
-            sum((batch.labels != IGNORE_INDEX).sum().item() for batch in batches), over_dp=True
+        (num_tokens,) = self._global_sums(
+            [sum((batch.labels != IGNORE_INDEX).sum().item() for batch in batches)], over_dp=True
         )
         scale = 1.0 if self.optimizer.loss_scale is None else self.optimizer.loss_scale.value
         factor = scale / max(1, num_tokens)
         total = 0.0
         self.buckets.zero()
-        for batch in (batch.to(self.mesh.device) for batch in batches):
-            loss = self.pipeline.train_step(
-                batch.tokens,
-                batch.labels,
-                loss_fn=lambda logits, labels: self._token_losses(logits, labels).sum() * factor,
-                sample_ids=batch.sample_ids,
-                step=torch.full_like(batch.sample_ids, step),
-            )
-            total += loss.item() / scale
+        start_s = time.perf_counter()
+        with recording() as record:
+            for batch in (batch.to(self.mesh.device) for batch in batches):
+                loss = self.pipeline.train_step(
+                    batch.tokens,
+                    batch.labels,
+                    loss_fn=lambda logits, labels: self._token_losses(logits, labels).sum() * factor,
+                    sample_ids=batch.sample_ids,
+                    step=torch.full_like(batch.sample_ids, step),
+                )
+                total += loss.item() / scale
+        times = self._pipeline_times(record, time.perf_counter() - start_s)
         self.buckets.finish(set_grad=False)
         if self._tied is not None:
             self._tied.sum_gradients()
         # Every tensor-parallel rank of the last stage has the same loss; other stages have 0.
-        return self._global_sum(total if self.mesh.tp_rank == 0 else 0.0)
+        loss_sum, *times = self._global_sums([total if self.mesh.tp_rank == 0 else 0.0, *times])
+        self.idle = _idle_shares(times[: self.mesh.pp], times[self.mesh.pp :])
+        return loss_sum
 
     def update(self, step: int) -> StepResult:
         """Clip, step AdamW at this step's rate, and round the masters into the parameters."""
@@ -137,7 +149,7 @@ class Trainer:
             result = self.pipeline.eval_step(batch.tokens, batch.labels, loss_fn=self._evaluation_sums)
             if result is not None and self.mesh.tp_rank == 0:
                 sums += result.cpu()
-        loss, hits, num_tokens = (self._global_sum(value) for value in sums.tolist())
+        loss, hits, num_tokens = self._global_sums(sums.tolist())
         return Evaluation(loss / max(1.0, num_tokens), hits / max(1.0, num_tokens), int(num_tokens))
 
     def _build_stage(self, layers: range, *, first: bool, last: bool, defer_wgrad: DeferWgrad | None) -> nn.Module:
@@ -180,11 +192,25 @@ class Trainer:
             [self._token_losses(logits, labels).double().sum(), hits.sum().double(), valid.sum().double()]
         )
 
-    def _global_sum(self, value: float, *, over_dp: bool = False) -> float:
-        """The sum of one number over all ranks, or over the data-parallel ones."""
-        total = torch.tensor(value, dtype=torch.float64, device=self.mesh.device)
-        dist.all_reduce(total, group=self.mesh.dp_group if over_dp else None)
-        return total.item()
+    def _pipeline_times(self, record: Recording, seconds: float) -> list[float]:
+        """This rank's share in the means over each pipeline rank: of the seconds in all, then of those waited."""
+        mesh = self.mesh
+        times = [0.0] * (2 * mesh.pp)
+        for offset, value in ((0, seconds), (mesh.pp, record.exposed_s("pipeline"))):
+            times[offset + mesh.pp_rank] = value / (mesh.dp * mesh.tp)
+        return times
+
+    def _global_sums(self, values: Sequence[float], *, over_dp: bool = False) -> list[float]:
+        """The sum of each number over all ranks, or over the data-parallel ones."""
+        totals = torch.tensor(values, dtype=torch.float64, device=self.mesh.device)
+        dist.all_reduce(totals, group=self.mesh.dp_group if over_dp else None)
+        return totals.tolist()
+
+
+def _idle_shares(seconds: Sequence[float], waited: Sequence[float]) -> list[float]:
+    # The ranks start together; who has ended is idle until the last one has.
+    longest = max(seconds)
+    return [(longest - own + wait) / longest for own, wait in zip(seconds, waited)]
 
 
 def loss_scale_of(config: Config) -> LossScale | None:
