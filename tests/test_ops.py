@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fusedcomm import all_gather_matmul, matmul_reduce_scatter, recording, reference
+from fusedcomm import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, recording, reference
 from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.tune.cost import chunked
 
@@ -302,6 +302,34 @@ def test_serial_and_chunked_move_the_same_bits():
     serial = run_ranks(4, run_gather, Case(**{**BIG.__dict__, "method": "serial"}))
     chunked = run_ranks(4, run_gather, BIG)
     assert all(_equal(a[1], b[1]) for a, b in zip(serial, chunked))
+
+
+def run_beside_a_slow_peer(rank, world, is_slow):
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(384, 2, 64, generator=generator, requires_grad=True)
+    w = torch.randn(96, 64, generator=generator, requires_grad=True)
+    mm = torch.mm
+
+    def slow_mm(*args, **kwargs):
+        start_s = time.perf_counter()
+        product = mm(*args, **kwargs)
+        time.sleep(9 * (time.perf_counter() - start_s) + 0.002)
+        return product
+
+    if is_slow and rank == 1:
+        torch.mm = slow_mm
+    try:
+        y = all_gather_matmul(x, w, group=dist.group.WORLD, method="chunked")
+        z = matmul_reduce_scatter(y, w.t().contiguous(), group=dist.group.WORLD, method="chunked")
+        s = matmul_all_reduce(z, w, group=dist.group.WORLD, method="chunked")
+        s.sum().backward()
+    finally:
+        torch.mm = mm
+    return y.detach(), z.detach(), s.detach(), x.grad, w.grad
+
+
+def test_a_peer_that_is_ten_times_slower_changes_no_bit():
+    assert _equal(run_ranks(3, run_beside_a_slow_peer, True), run_ranks(3, run_beside_a_slow_peer, False))
 
 
 def _equal(a, b) -> bool:

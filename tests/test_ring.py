@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from fusedcomm.comm.ring import all_gather_steps, chunk_sizes, cut, reduce_scatter_steps, tapered
 
 WORLDS = range(1, 17)
+DIRECTIONS = ["pairs", "ring", "both_ways"]
 
 
 def uneven(world: int) -> list[int]:
@@ -18,7 +21,10 @@ def uneven(world: int) -> list[int]:
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])
-@pytest.mark.parametrize("steps_of", [all_gather_steps, reduce_scatter_steps])
+@pytest.mark.parametrize(
+    "steps_of",
+    [reduce_scatter_steps, *(partial(all_gather_steps, direction=direction) for direction in DIRECTIONS)],
+)
 def test_every_send_meets_its_receive(world, num_chunks, steps_of):
     sizes = uneven(world)
     schedules = [steps_of(rank, sizes, num_chunks) for rank in range(world)]
@@ -45,15 +51,38 @@ def test_no_two_transfers_share_a_link(world, steps_of):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_all_gather_uses_every_row_once_and_sends_only_own_rows(world):
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_all_gather_uses_every_row_once(world, direction):
     sizes = uneven(world)
     for rank in range(world):
         own = sum(sizes[:rank])
-        steps = all_gather_steps(rank, sizes, 3)
-        # A rank sends nothing that it must first receive: all it sends is its own.
-        assert all(s.send.owner == rank for s in steps if s.send)
+        steps = all_gather_steps(rank, sizes, 3, direction)
         rows = [row for s in steps if s.recv for row in range(s.recv.start, s.recv.stop)]
         assert sorted(rows + list(range(own, own + sizes[rank]))) == list(range(sum(sizes)))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_all_gather_sends_what_is_there_from_the_distance_before(world, direction):
+    sizes = uneven(world)
+    for rank in range(world):
+        steps = all_gather_steps(rank, sizes, 3, direction)
+        for step in steps:
+            if step.send is None:
+                continue
+            before = [s.recv for s in steps if s.distance == step.distance - 1 and s.recv]
+            rows = {row for chunk in before for row in range(chunk.start, chunk.stop)}
+            rows |= set(range(sum(sizes[:rank]), sum(sizes[: rank + 1])))
+            assert rows.issuperset(range(step.send.start, step.send.stop))
+            assert direction == "pairs" or step.dst in {(rank - 1) % world, (rank + 1) % world}
+
+
+@pytest.mark.parametrize("world", range(2, 17))
+def test_both_ways_take_half_the_hops_and_load_each_direction_with_half(world):
+    steps = all_gather_steps(0, [8] * world, 1, "both_ways")
+    assert max(step.distance for step in steps) == world // 2
+    down = sum(step.dst == world - 1 for step in steps)
+    assert world == 2 or abs(down - (len(steps) - down)) <= 1
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -18,9 +18,23 @@ from test_ops import _equal
 from fusedcomm import all_gather_matmul, matmul_reduce_scatter
 from fusedcomm.comm.channel import channel_of
 from fusedcomm.comm.hierarchical import level_groups
+from fusedcomm.ops.all_gather_matmul import _forward as gather_forward
+from fusedcomm.ops.chunked import Call
+from fusedcomm.ops.matmul_reduce_scatter import _forward as scatter_forward
 from fusedcomm.tune import propose_sizes
 from fusedcomm.tune.cache import Tuner
-from fusedcomm.tune.cost import Link, Links, all_reduce_s, candidates, chunked, fastest_algorithm
+from fusedcomm.tune.cost import (
+    Choice,
+    Link,
+    Links,
+    Seconds,
+    all_reduce_s,
+    candidates,
+    chunked,
+    expected_s,
+    fastest_algorithm,
+    worth_timing,
+)
 from fusedcomm.tune.links import measure_links
 from fusedcomm.tune.speed import proportional
 
@@ -74,6 +88,41 @@ def test_measured_links_are_the_same_on_every_rank():
         assert 1e5 < link.bytes_per_s < 1e12
 
 
+def test_only_what_may_be_fastest_is_timed():
+    options = candidates(world=4, rows=10**5)
+    balanced = worth_timing(options, Seconds(serial=2.0, wire=1.0, piece=1e-4), world=4, gathers=False)
+    assert balanced[0] == options[0]
+    # A single chunk would leave a quarter of the GEMM unhidden.
+    assert [option.num_chunks for option in balanced[1:]] == [2, 3, 4, 5]
+    # Pieces that cost as much as the GEMM are best few.
+    costly = worth_timing(options, Seconds(serial=1.1, wire=0.1, piece=0.5), world=4, gathers=False)
+    assert [option.num_chunks for option in costly[1:]] == [1, 2]
+
+
+def test_directions_are_timed_where_rows_are_gathered_by_more_than_two():
+    seconds = Seconds(serial=2.0, wire=1.0, piece=1e-4)
+
+    def directions(world, gathers):
+        options = worth_timing(candidates(world=world, rows=10**5), seconds, world=world, gathers=gathers)
+        return {option.direction for option in options}
+
+    assert directions(2, gathers=True) == directions(3, gathers=False) == {"pairs"}
+    assert directions(3, gathers=True) == {"pairs", "ring", "both_ways"}
+
+
+@given(
+    num_chunks=st.integers(1, 5),
+    serial=st.floats(1e-6, 10),
+    share=st.floats(0, 1.5),
+    piece=st.floats(0, 1),
+    world=st.integers(2, 16),
+)
+def test_nothing_is_expected_below_the_limit(num_chunks, serial, share, piece, world):
+    wire = min(serial, share * serial)
+    expected = expected_s(num_chunks, Seconds(serial, share * serial, piece), world)
+    assert expected >= max(wire, serial - wire)
+
+
 # Seconds that each way of running is made to take, by rank.
 CASES = {
     "a chunked one is faster": ([{"serial": 0.03, 2: 0.004}] * 2, ("chunked", 2)),
@@ -95,7 +144,17 @@ def run_tuner(rank, world, seconds, folder, kind):
         way = "serial" if choice.method == "serial" else choice.num_chunks
         time.sleep(seconds[rank].get(way, 0.03))
 
-    arguments = {"rows": 8192, "shapes": kind, "local": "", "device": torch.device("cpu"), "run": run}
+    arguments = {
+        "rows": 8192,
+        "shapes": kind,
+        "local": "",
+        # On any wire it takes far longer than everything else, whatever the number of chunks: all are timed.
+        "wire_bytes": 10**12,
+        "weight_bytes": 1,
+        "gathers": True,
+        "device": torch.device("cpu"),
+        "run": run,
+    }
     first = tuner.choose("op", "auto", **arguments)
     num_timed = len(runs)
     assert tuner.choose("op", "auto", **arguments) == first
@@ -138,27 +197,34 @@ def test_ranks_that_remember_different_things_time_again_and_agree(tmp_path):
         assert second[:2] == ("chunked", 3)
 
 
-def run_every_way(rank, world):
-    """All choices on the same inputs: results by way of running."""
-    from fusedcomm.tune import cost
+WAYS = [
+    Choice("serial", 1, ""),
+    *(Choice("chunked", count, "", direction) for direction in ("pairs", "ring", "both_ways") for count in range(1, 5)),
+]
 
+
+def run_every_way(rank, world, rows):
+    """Twice in every way, on the same inputs."""
     generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(300, 2, 48, generator=generator)
+    # Uneven, so that chunks of different shards differ too.
+    sizes = tuple(rows + 3 * other for other in range(world))
+    x = torch.randn(sizes[rank], 2, 48, generator=generator)
     w = torch.randn(40, 48, generator=generator)
     results = []
-    for count in range(1, 5):
-        cost._MAX_CHUNKS = count
+    for way in WAYS:
         for _ in range(2):
-            y, full = all_gather_matmul(x, w, group=dist.group.WORLD, method="chunked", return_gathered=True)
-            results.append((y, full, matmul_reduce_scatter(full, w, group=dist.group.WORLD, method="chunked")))
-    cost._MAX_CHUNKS = 5
-    y, full = all_gather_matmul(x, w, group=dist.group.WORLD, method="serial", return_gathered=True)
-    return (y, full, matmul_reduce_scatter(full, w, group=dist.group.WORLD, method="serial")), results
+            call = Call("op", dist.group.WORLD, sizes, way)
+            full, y = gather_forward(x, [w], [], call, keep=True)
+            results.append((y, full, scatter_forward([full], w, None, None, call)))
+    return results
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_every_choice_moves_the_same_bits_and_repeats_itself(world):
-    for serial, results in run_ranks(world, run_every_way):
+# Few rows are sent by the calling thread, many by the sender's.
+@pytest.mark.parametrize("rows", [40, 800])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_choice_moves_the_same_bits_and_repeats_itself(world, rows):
+    for results in run_ranks(world, run_every_way, rows):
+        serial = results[0]
         for first, second in zip(results[::2], results[1::2]):
             assert _equal(first, second), "two runs of one choice differ"
         for y, full, z in results:

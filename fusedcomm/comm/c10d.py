@@ -80,6 +80,10 @@ class GlooExchange:
         if self._threaded:
             self._sent = _sender().submit(partial(self._send_and_wait, index, tensor, dst))
         else:
+            if self._paced and self._hands_on(index):
+                with span("wait", f"{self._op} to hand on"):
+                    self._check()
+                    self._await_distance(self._steps[index].distance - 1)
             self._sends.append((index, time.perf_counter(), self._channel.group.send([tensor], dst, self._tag)))
 
     def _send_and_wait(self, index: int, tensor: Tensor, dst: int) -> None:
@@ -95,6 +99,11 @@ class GlooExchange:
                 wait_for(work, self._op, dst, index, f"did not take chunk {index}")
         except Exception as error:
             self._error = error
+
+    def _hands_on(self, index: int) -> bool:
+        """Whether the step sends what another one receives."""
+        send = self._steps[index].send
+        return send is not None and send.owner != self._channel.rank
 
     def _await_distance(self, distance: int) -> None:
         """Return when all rows from that distance are in: then the peers' links are free of what was sent there.

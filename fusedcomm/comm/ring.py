@@ -1,13 +1,18 @@
 """The chunk schedule as data: who sends which rows to whom at which step.
 
 Ranks stand in a ring, and at distance 1, 2, ... W-1 every rank exchanges with exactly one other: it sends on its
-one outgoing link and receives on its one incoming link, so no two transfers of a step share a link. Rows go
-straight from owner to user (a forwarding ring would move the same bytes and add a dependency per hop).
+one outgoing link and receives on its one incoming link, so no two transfers of a step share a link.
 
-- All-gather: at distance `d` a rank sends its own rows to `rank - d` and receives those of `rank + d`. Rows arrive
-  in the order own, rank+1, rank+2, ..., in which they are then used.
-- Reduce-scatter: the same with the direction turned round. A rank computes the partial sums of `rank + d` and sends
-  them to their owner, while those for its own rows come in from `rank - d`. Its own rows are computed last.
+- All-gather in `pairs`: rows go straight from owner to user. At distance `d` a rank sends its own rows to `rank - d`
+  and receives those of `rank + d`. Rows arrive in the order own, rank+1, rank+2, ..., in which they are then used.
+- All-gather round the `ring`: the same rows in the same order, but each rank hands on to `rank - 1` what it received
+  from `rank + 1` at the distance before. As many bytes leave every rank, and only neighbours talk: where several ranks
+  share a machine's link to the others, each shard crosses it once, instead of once for every rank beyond it.
+- All-gather `both_ways` round the ring: half of the shards come from either side, in half as many hops; for links
+  that carry both ways at once to different neighbours.
+- Reduce-scatter: pairs with the direction turned round. A rank computes the partial sums of `rank + d` and sends
+  them to their owner, while those for its own rows come in from `rank - d`. Its own rows are computed last. Never a
+  ring: sums would be rounded at every hop, in an order that differs from row to row.
 
 A shard is cut into chunks only where that shortens the whole. Nothing can hide the computing of the last rows to
 arrive, nor of the first rows to leave: an all-gather cuts the last distance's shard into ever smaller chunks, a
@@ -23,6 +28,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Literal
+
+# How an all-gather's shards travel.
+Direction = Literal["pairs", "ring", "both_ways"]
 
 
 @dataclass(frozen=True)
@@ -77,18 +86,27 @@ def tapered(num_chunks: int) -> tuple[int, ...]:
     return (*(1 << power for power in range(num_chunks - 2, -1, -1)), 1)
 
 
-def all_gather_steps(rank: int, sizes: Sequence[int], num_chunks: int) -> tuple[Step, ...]:
+def all_gather_steps(
+    rank: int, sizes: Sequence[int], num_chunks: int, direction: Direction = "pairs"
+) -> tuple[Step, ...]:
     """The steps of one rank that gathers everybody's rows, in the order in which they are to run.
 
-    `num_chunks` is that of the last distance.
+    `num_chunks` is that of the last distance. What a step sends is there at the distance before, or is its own.
     """
     world = len(sizes)
+    # Where shards come from; those of one distance come from both sides when they go both ways.
+    sides = (1, -1) if direction == "both_ways" else (1,)
+    last = world // 2 if direction == "both_ways" else world - 1
     steps: list[Step] = []
-    for distance in range(1, world):
-        weights = tapered(num_chunks) if distance == world - 1 else (1,)
-        dst, src = (rank - distance) % world, (rank + distance) % world
-        for send, recv in _side_by_side(cut(sizes, rank, weights), cut(sizes, src, weights)):
-            steps.append(Step(distance, dst, send, src, recv))
+    for distance in range(1, last + 1):
+        weights = tapered(num_chunks) if distance == last else (1,)
+        # The shard opposite on a ring of even length comes from one side only.
+        for side in sides[:1] if direction == "both_ways" and 2 * distance == world else sides:
+            hop = distance if direction == "pairs" else 1
+            owner = rank if direction == "pairs" else (rank + side * (distance - 1)) % world
+            sends, recvs = cut(sizes, owner, weights), cut(sizes, (rank + side * distance) % world, weights)
+            dst, src = (rank - side * hop) % world, (rank + side * hop) % world
+            steps += [Step(distance, dst, send, src, recv) for send, recv in _side_by_side(sends, recvs)]
     return tuple(steps)
 
 

@@ -188,7 +188,8 @@ def _backward(
         return dx, dws, x_full if defer else None
 
     features = [w.shape[0] for w in weights]
-    return run_by(method, f"{_OP} backward", group, sizes, saved, saved.shape[1:], features, run)
+    gathers = need_w and save == "shard"
+    return run_by(method, f"{_OP} backward", group, sizes, saved, saved.shape[1:], features, run, gathers=gathers)
 
 
 def scatter_input_gradient(
@@ -234,6 +235,7 @@ def _forward_op(
         x.shape[1:],
         features,
         lambda call: _forward(x, weights, biases, call, keep=keep),
+        gathers=True,
     )
 
 

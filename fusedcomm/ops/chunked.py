@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from fusedcomm.comm.pool import STAGING
 from fusedcomm.comm.record import Path, note_path, span
-from fusedcomm.comm.ring import all_gather_steps, reduce_scatter_steps
+from fusedcomm.comm.ring import Chunk, all_gather_steps, reduce_scatter_steps
 from fusedcomm.comm.transport import open_exchange
 from fusedcomm.tune.cache import tuner_of
 from fusedcomm.tune.cost import Choice
@@ -39,7 +39,8 @@ class Call:
         """What every rank must agree on, in words."""
         return (
             f"{self.op}: {kind} sizes={list(self.sizes)} of [rows, {features[0]}, {features[1]}] "
-            f"{str(dtype).removeprefix('torch.')} {self.choice.method} x{self.choice.num_chunks}"
+            f"{str(dtype).removeprefix('torch.')} {self.choice.method} x{self.choice.num_chunks} "
+            f"{self.choice.direction}"
         )
 
     @property
@@ -70,11 +71,13 @@ def run_by(
     travel: Sequence[int],
     local: Sequence[int],
     run: Callable[[Call], Result],
+    *,
+    gathers: bool = False,
 ) -> Result:
     """Settle with the group how the call is to run, note that, and run it.
 
     What travels is `[rows, *travel]`, of `like`'s dtype; `local` are the GEMMs' other features, which may differ from
-    rank to rank.
+    rank to rank. `gathers` says whether rows are gathered, so that their direction is to be chosen.
     """
     rows = sum(sizes) * travel[0]
     shapes = f"{list(sizes)} x {list(travel)} {str(like.dtype).removeprefix('torch.')}"
@@ -85,6 +88,9 @@ def run_by(
         rows=rows,
         shapes=shapes,
         local=str(list(local)),
+        wire_bytes=(len(sizes) - 1) * rows * travel[1] * like.element_size() // len(sizes),
+        weight_bytes=sum(local) * travel[1] * like.element_size(),
+        gathers=gathers,
         device=like.device,
         run=lambda choice: run(Call(op, group, sizes, choice)),
     )
@@ -100,7 +106,7 @@ def flat(tensor: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
 class Gather:
     """Everybody's rows, `[sum(sizes), lead, features]`, chunk by chunk.
 
-    The transfers start when the object is made. At distance 1, 2, ... each rank's rows travel from their owner. With
+    The transfers start when the object is made, by the schedule of `comm.ring`. With
     `keep` the whole is fresh memory that outlives the call (`complete()` returns it); without, it is staging that
     `release()` gives back, and the own rows are not even copied into it unless the whole is asked for.
     """
@@ -112,13 +118,13 @@ class Gather:
         shape = (call.rows, *shard.shape[1:])
         self._keep = keep
         self._full = shard.new_empty(shape) if keep else STAGING.take(shape, shard)
-        self._steps = all_gather_steps(call.rank, call.sizes, call.choice.num_chunks)
+        self._steps = all_gather_steps(call.rank, call.sizes, call.choice.num_chunks, call.choice.direction)
         self._exchange = open_exchange(
             call.group,
             call.op,
             call.signature("gather", shard.shape[1:], shard.dtype),
             self._steps,
-            [None if step.send is None else self._own(step.send.start, step.send.stop) for step in self._steps],
+            [None if step.send is None else self._rows(step.send) for step in self._steps],
             [None if step.recv is None else self._full[step.recv.start : step.recv.stop] for step in self._steps],
             shard.device,
             overlapped=not self._serial,
@@ -128,8 +134,11 @@ class Gather:
         for index in range(len(self._steps)):
             self._exchange.send(index)
 
-    def _own(self, start: int, stop: int) -> Tensor:
-        return self._shard[start - self.call.own.start : stop - self.call.own.start]
+    def _rows(self, chunk: Chunk) -> Tensor:
+        """Where they are when they are sent: own ones, or others' to hand on."""
+        if chunk.owner != self.call.rank:
+            return self._full[chunk.start : chunk.stop]
+        return self._shard[chunk.start - self.call.own.start : chunk.stop - self.call.own.start]
 
     def chunks(self) -> Iterator[tuple[int, int, Tensor]]:
         """`(start, stop, rows)` as they are there: own rows first, then in order of arrival.

@@ -144,7 +144,7 @@ def _backward(
         dxs, dw = multiply_gathered_gradient(gather, xs, w, input_activation, need_x=need_x, need_w=need_w)
         return dxs, dw, gather.full if keep else None
 
-    return run_by(method, f"{_OP} backward", group, sizes, grad, grad.shape[1:], w.shape[1:], run)
+    return run_by(method, f"{_OP} backward", group, sizes, grad, grad.shape[1:], w.shape[1:], run, gathers=True)
 
 
 def multiply_gathered_gradient(

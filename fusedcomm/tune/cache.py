@@ -1,9 +1,10 @@
 """The choice that all ranks of a group agree on: asked for, remembered, or timed on the group itself.
 
-`auto` times the candidates at the first call of a new kind, with the caller's own tensors: interleaved rounds, the
-slowest rank counts, and one that overlaps must beat `serial` by more than noise. The choice is kept on disk
-(`FUSEDCOMM_CACHE`, by default a folder in the user's cache) by shapes, dtype, machines and versions; it counts as known
-only if every rank has the same one, from a link of about this rate.
+`auto` times the candidates at the first call of a new kind, with the caller's own tensors: first `serial`, from which
+and the link's rate a cost model says which others can be fast; then all of them in interleaved rounds, fewer where a
+call takes long. The slowest rank counts, and one that overlaps must beat `serial` by more than noise. The choice is
+kept on disk (`FUSEDCOMM_CACHE`, by default a folder in the user's cache) by shapes, dtype, machines and versions; it
+counts as known only if every rank has the same one, from a link of about this rate.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fusedcomm.comm.channel import Channel, channel_of
-from fusedcomm.tune.cost import Choice, candidates, check_method, chunked, serial
+from fusedcomm.tune.cost import Choice, Seconds, candidates, check_method, chunked, serial, worth_timing
 
-_ROUNDS = 3
+_MAX_ROUNDS = 3
+# Fewer rounds, but at least one, where timing would take longer than this.
+_BUDGET_S = 20.0
+# What one more piece of a GEMM costs, besides streaming the weight from memory once more: a message and a launch.
+_PIECE_S = {"cpu": 0.3e-3, "cuda": 20e-6}
+_MEMORY_BYTES_PER_S = {"cpu": 5e9, "cuda": 1e12}
 # An overlapped candidate must be this much faster than serial: less is noise.
 _GAIN = 0.97
 _PROBE_BYTES = 1 << 19
@@ -54,14 +61,17 @@ class Tuner:
         rows: int,
         shapes: str,
         local: str,
+        wire_bytes: int,
+        weight_bytes: int,
+        gathers: bool,
         device: torch.device,
         run: Callable[[Choice], object],
     ) -> Choice:
         """How this call is to run; every rank of the group calls it.
 
         `rows` are those of the GEMM; `shapes`, which must be the same on all ranks, and `local`, which need not, say
-        what makes a call of one kind. `run` does the whole op in a given way; it is called only when the candidates
-        have to be timed.
+        what makes a call of one kind. A rank sends `wire_bytes` and multiplies by `weight_bytes`. `run` does the whole
+        op in a given way; it is called only when the candidates have to be timed.
         """
         check_method(method)
         world = self._channel.world
@@ -78,44 +88,57 @@ class Tuner:
         if key not in self._known:
             # A peer that calls something else must be found before the collectives to come, which would hang.
             self._channel.check_same(op, f"{op}: auto, {shapes}", device)
-            self._known[key] = self._agree(key, options, device, run)
+            if self._link is None:
+                self._link = self._measure_link(device)
+            wire_s = wire_bytes * 8e-6 / self._link.mbit_per_s
+            piece_s = _PIECE_S[device.type] + weight_bytes / _MEMORY_BYTES_PER_S[device.type]
+            timed = partial(self._time, options, wire_s, piece_s, gathers, device, run)
+            self._known[key] = self._agree(key, self._link, timed)
         return self._known[key]
 
-    def _agree(
-        self, key: str, options: Sequence[Choice], device: torch.device, run: Callable[[Choice], object]
-    ) -> Choice:
-        if self._link is None:
-            self._link = self._measure_link(device)
-        path = _cache_path(f"{key}; hosts {self._link.hosts}")
+    def _agree(self, key: str, link: _Link, timed: Callable[[], Choice]) -> Choice:
+        path = _cache_path(f"{key}; hosts {link.hosts}")
         found: list[Any] = [None] * self._channel.world
         dist.all_gather_object(found, _read(path), group=self._channel.group)
         if found[0] is not None and all(other == found[0] for other in found):
             choice, mbit_per_s = found[0]
-            if 1 / _SAME_RATE < mbit_per_s / self._link.mbit_per_s < _SAME_RATE:
+            if 1 / _SAME_RATE < mbit_per_s / link.mbit_per_s < _SAME_RATE:
                 return choice
-        choice = self._time(options, device, run)
-        _write(path, choice, self._link.mbit_per_s)
+        choice = timed()
+        _write(path, choice, link.mbit_per_s)
         return choice
 
-    def _time(self, options: Sequence[Choice], device: torch.device, run: Callable[[Choice], object]) -> Choice:
-        seconds = torch.zeros(_ROUNDS, len(options), dtype=torch.float64)
-        # Round -1 warms up.
-        for attempt in range(-1, _ROUNDS):
-            for index, option in enumerate(options):
-                start_s = time.perf_counter()
-                run(option)
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                if attempt >= 0:
-                    seconds[attempt, index] = time.perf_counter() - start_s
-        slowest = seconds.to(device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self._channel.group)
-        medians = [statistics.median(column) for column in slowest.t().tolist()]
+    def _time(
+        self,
+        options: Sequence[Choice],
+        wire_s: float,
+        piece_s: float,
+        gathers: bool,
+        device: torch.device,
+        run: Callable[[Choice], object],
+    ) -> Choice:
+        # The first call of all warms up.
+        run(options[0])
+        serial_s = _seconds(run, options[0], device)
+        seconds = self._slowest([[serial_s, wire_s, piece_s]], device)[0]
+        options = worth_timing(options, Seconds(*seconds), world=self._channel.world, gathers=gathers)
+        num_rounds = max(1, min(_MAX_ROUNDS, int(_BUDGET_S / (seconds[0] * len(options)))))
+        for option in options[1:]:
+            run(option)
+        rounds = [[_seconds(run, option, device) for option in options] for _ in range(num_rounds)]
+        medians = [statistics.median(column) for column in zip(*self._slowest(rounds, device))]
         best = min(range(1, len(options)), key=medians.__getitem__)
         gain = medians[0] / medians[best]
         if medians[best] > _GAIN * medians[0]:
             return serial(f"timed: overlapping gains nothing (x{gain:.2f})")
-        return Choice("chunked", options[best].num_chunks, f"timed: x{gain:.2f} over serial")
+        way = "" if options[best].direction == "pairs" else f", {options[best].direction}"
+        return replace(options[best], reason=f"timed: x{gain:.2f} over serial{way}")
+
+    def _slowest(self, seconds: Sequence[Sequence[float]], device: torch.device) -> list[list[float]]:
+        """The largest over the ranks."""
+        largest = torch.tensor(seconds, dtype=torch.float64, device=device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._channel.group)
+        return largest.tolist()
 
     def _measure_link(self, device: torch.device) -> _Link:
         world, rank, group = self._channel.world, self._channel.rank, self._channel.group
@@ -145,6 +168,14 @@ class _Link:
 
     hosts: list[int]
     mbit_per_s: float
+
+
+def _seconds(run: Callable[[Choice], object], option: Choice, device: torch.device) -> float:
+    start_s = time.perf_counter()
+    run(option)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start_s
 
 
 _tuners: weakref.WeakKeyDictionary[ProcessGroup, Tuner] = weakref.WeakKeyDictionary()

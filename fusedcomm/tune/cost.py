@@ -1,4 +1,4 @@
-"""How an op may run, judged by its sizes alone, so that every rank comes to the same answer."""
+"""How an op may run, judged by its sizes and a few seconds on which all ranks agree: so they come to one answer."""
 
 from __future__ import annotations
 
@@ -7,22 +7,35 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fusedcomm.comm.hierarchical import CHUNK_BYTES
+from fusedcomm.comm.ring import Direction
 
 # A GEMM cut into pieces of fewer rows loses 10-50 % to packing and launch costs (measured on CPUs).
 _ROWS_PER_CHUNK = 128
 _MAX_CHUNKS = 5
 # Below this a chunk's own cost (a header, a message, a launch) is more than what overlapping it can hide.
 _MIN_ROWS = 32
+# What is expected to take so much longer than the best is not timed.
+_WORTH = 1.2
 METHODS = ("auto", "serial", "chunked", "fused")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A method, the chunks of the shard that nothing hides (`comm.ring`), and the reason in words."""
+    """A method, the chunks of the shard that nothing hides, how shards travel (`comm.ring`), the reason in words."""
 
     method: Literal["serial", "chunked"]
     num_chunks: int
     reason: str
+    direction: Direction = "pairs"
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """What one call takes: not overlapped (`serial`), on the wire alone, and more for every piece of the GEMM."""
+
+    serial: float
+    wire: float
+    piece: float
 
 
 def check_method(method: str) -> None:
@@ -49,7 +62,7 @@ def chunked(reason: str, *, world: int, rows: int) -> Choice:
 
 
 def candidates(*, world: int, rows: int) -> list[Choice]:
-    """What is worth timing for `auto`, serial first; alone if there is too little to hide behind."""
+    """What may be worth timing for `auto`, serial first; alone if there is too little to hide behind."""
     shard_rows = -(-rows // world)
     if shard_rows < _MIN_ROWS:
         return [serial(f"{shard_rows} rows a shard are fewer than {_MIN_ROWS}: nothing to hide behind")]
@@ -119,3 +132,27 @@ def _hierarchical_s(num_bytes: int, nodes: Sequence[int], links: Links) -> float
     # The phases run side by side but for the first and the last chunk.
     num_chunks = max(1, num_bytes / CHUNK_BYTES)
     return latency_s + max(inside_s, across_s) + min(inside_s, across_s) / num_chunks
+
+
+def expected_s(num_chunks: int, seconds: Seconds, world: int) -> float:
+    """Of a chunked call: the longer of GEMM and wire, and what nothing can hide of the other."""
+    wire = min(seconds.wire, seconds.serial)
+    gemm = seconds.serial - wire
+    last_chunk = gemm / world / 2 ** (num_chunks - 1)
+    # The own shard, those that travel whole, and the chunks of the last one.
+    num_pieces = world - 1 + num_chunks
+    return max(gemm + num_pieces * seconds.piece, wire + last_chunk + seconds.piece)
+
+
+def worth_timing(options: Sequence[Choice], seconds: Seconds, *, world: int, gathers: bool) -> list[Choice]:
+    """Those of the `candidates` that may be the fastest, and for gathers the other directions with the best of them.
+
+    Whether rows should go round the ring depends on which ranks share which links, which only timing tells.
+    """
+    expected = {option: expected_s(option.num_chunks, seconds, world) for option in options[1:]}
+    best = min(expected, key=expected.__getitem__)
+    worth = [option for option in expected if expected[option] <= _WORTH * expected[best]]
+    # In a ring of two there is one way.
+    if gathers and world > 2:
+        worth += [Choice("chunked", best.num_chunks, "timed", direction) for direction in ("ring", "both_ways")]
+    return [options[0], *worth]
