@@ -189,9 +189,26 @@ def test_families_fill_in_what_is_null():
             parallel_config__tensor_parallel__split_dim=0,
         )
     ).transformer()
-    assert (given.dropout, given.kv_heads, given.checkpointing, given.split_dim) == (0.1, 2, "full", 0)
+    assert (given.dropout, given.kv_heads, given.split_dim) == (0.1, 2, 0)
+    assert given.checkpointing == ("full",) * given.layers
     assert given.tp_sync == "every_layer"
     assert parse_config(_with(parallel_config__tensor_parallel__tp_sync="ladder")).transformer().stage_features == 128
+
+
+def test_checkpointing_is_chosen_per_layer(tmp_path):
+    config = parse_config(
+        _with(model__layers=5, train__activation_checkpointing={"others": "selective", "full": [0, 4]})
+    )
+    assert config.transformer().checkpointing == ("full", "selective", "selective", "selective", "full")
+    path = _write(tmp_path, dump_config(config))
+    assert load_config(path).train.activation_checkpointing == config.train.activation_checkpointing
+    # A word stays a word.
+    assert "activation_checkpointing: full\n" in dump_config(
+        parse_config(_with(train__activation_checkpointing="full"))
+    )
+    with pytest.raises(ConfigError) as caught:
+        parse_config(_with(train__activation_checkpointing={"full": [-1]}))
+    assert caught.value.lines == ["train.activation_checkpointing.full.0: must be at least 0, not -1"]
 
 
 def test_schedules_are_those_that_the_pipeline_runs():

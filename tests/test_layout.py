@@ -92,6 +92,14 @@ def test_degrees_that_do_not_multiply_to_the_world_are_refused():
             "tensor_parallel.tp_sync: tp_sync='interleave' with checkpointing='selective'",
         ),
         (
+            {"train": {"activation_checkpointing": {"full": [0, 8]}}},
+            "train.activation_checkpointing: full names layer 8; a model of 8 has 0..7",
+        ),
+        (
+            {"train": {"activation_checkpointing": {"full": [0, 1], "none": [1]}}},
+            "train.activation_checkpointing: layer 1 is listed under none and full",
+        ),
+        (
             {"parallel": {"tensor_parallel": {"tp_sync": "interleave"}}, "train": {"global_batch": 8}},
             "train.global_batch 8 in 8 micro-batches leaves some with one sample; use 16 samples",
         ),

@@ -32,6 +32,7 @@ def test_presets_fill_in_what_is_usual():
         ({"norm": "batchnorm"}, "norm='batchnorm'; choose one of"),
         ({"layers": 0}, "layers=0; it must be at least 1"),
         ({"checkpointing": "some"}, "checkpointing='some'; choose one of"),
+        ({"checkpointing": ("full",) * 3}, "checkpointing has 3 entries for"),
         ({"tp_sync": "never"}, "tp_sync='never'; choose one of"),
         ({"tp_sync": "ladder", "split_dim": 0}, "tp_sync='ladder' with split_dim=0"),
         ({"tp_sync": "interleave", "checkpointing": "selective"}, "use 'full' or 'none'"),

@@ -239,7 +239,10 @@ def test_deferred_weight_gradients_come_once():
             torch.testing.assert_close(grad, plain[name], rtol=1e-5, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize(("mode", "repeated"), [("none", 0), ("full", 4), ("selective", 0)])
+@pytest.mark.parametrize(
+    ("mode", "repeated"),
+    [("none", 0), ("full", 4), ("selective", 0), (("full", "none"), 2), (("selective", "full"), 2)],
+)
 @pytest.mark.parametrize("defer", [False, True])
 def test_checkpointing_runs_again_what_it_says(mode, repeated, defer):
     # Two layers with two gathering and two scattering GEMMs each, and the output layer outside of them.

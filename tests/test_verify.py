@@ -99,6 +99,16 @@ LAYOUTS = {
     "zero_bubble, checkpointing": tiny(
         2, 1, 2, pipeline_parallel__schedule="zero_bubble", train__activation_checkpointing="full"
     ),
+    "checkpointing by layer, zbv": tiny(
+        2,
+        1,
+        2,
+        pipeline_parallel__schedule="zbv",
+        train__activation_checkpointing={"others": "selective", "full": [1], "none": [2]},
+    ),
+    "ladder, checkpointing by layer": tiny(
+        1, 1, 2, tensor_parallel__tp_sync="ladder", train__activation_checkpointing={"full": [0, 3]}
+    ),
     "gpt2, dropout": tiny(1, 2, 2, model__kind="gpt2", model__kv_heads=4, model__dropout=0.1),
     "tied over stages": tiny(2, 1, 2, model__tied_embeddings=True),
     "tied, zbv": tiny(2, 2, 1, model__tied_embeddings=True, pipeline_parallel__schedule="zbv"),

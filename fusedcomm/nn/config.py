@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from fusedcomm.nn.attention import check_heads, check_heads_over_ranks
 from fusedcomm.nn.embedding import check_vocab
@@ -14,9 +15,11 @@ _CHOICES = {
     "activation": ("swiglu", "gelu"),
     "position": ("rope", "learned"),
     "split_dim": (0, 1),
-    "checkpointing": ("none", "full", "selective"),
     "tp_sync": ("every_layer", "interleave", "ladder"),
 }
+
+
+Checkpointing = Literal["none", "full", "selective"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class TransformerConfig:
         split_dim: how the MLP is split, see `MLP`; attention is always split by heads.
         checkpointing: what backward computes again: "none"; "full": whole layers from their inputs;
             "selective": everything but the GEMMs, their transfers and the attention kernel, so norms,
-            activations, rotations and dropout.
+            activations, rotations and dropout. One word for all layers, or one for each.
         tp_sync: when tensor-parallel ranks wait for each other. "every_layer": where the result is used, so that a
             transfer hides behind its own GEMM. "interleave": the batch is computed as two halves in turns, so that
             what one half sends travels while the other is computed; the numbers are those of the halves computed one
@@ -62,7 +65,7 @@ class TransformerConfig:
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     split_dim: Literal[0, 1] = 1
-    checkpointing: Literal["none", "full", "selective"] = "none"
+    checkpointing: Checkpointing | tuple[Checkpointing, ...] = "none"
     tp_sync: Literal["every_layer", "interleave", "ladder"] = "every_layer"
 
     def __post_init__(self) -> None:
@@ -76,7 +79,15 @@ class TransformerConfig:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"{where}: dropout={self.dropout}; the share of zeroed elements must be in [0, 1)")
         check_heads(where, self.hidden, self.heads, self.kv_heads)
-        check_sync(where, self.tp_sync, self.split_dim, self.checkpointing)
+        if len(self.checkpointing_of_layers) != self.layers:
+            raise ValueError(
+                f"{where}: checkpointing has {len(self.checkpointing)} entries for {self.layers} layers; give one word "
+                "for all of them, or one for each"
+            )
+        for mode in self.checkpointing_of_layers:
+            if mode not in get_args(Checkpointing):
+                raise ValueError(f"{where}: checkpointing={mode!r}; choose one of {get_args(Checkpointing)}")
+        check_sync(where, self.tp_sync, self.split_dim, self.checkpointing_of_layers)
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(
                 f"{where}: hidden={self.hidden} over heads={self.heads} gives head_dim={self.head_dim}; "
@@ -86,6 +97,11 @@ class TransformerConfig:
     @property
     def head_dim(self) -> int:
         return self.hidden // self.heads
+
+    @property
+    def checkpointing_of_layers(self) -> tuple[Checkpointing, ...]:
+        given = self.checkpointing
+        return given if isinstance(given, tuple) else (given,) * self.layers
 
     @property
     def stage_features(self) -> int:
@@ -145,7 +161,7 @@ class TransformerConfig:
         )
 
 
-def check_sync(where: str, tp_sync: str, split_dim: int, checkpointing: str) -> None:
+def check_sync(where: str, tp_sync: str, split_dim: int, checkpointing: Collection[str]) -> None:
     """Nothing that waits in the middle of a block, and nothing that repeats parts of one, goes with blocks in turns."""
     if tp_sync == "every_layer":
         return
@@ -154,7 +170,7 @@ def check_sync(where: str, tp_sync: str, split_dim: int, checkpointing: str) -> 
             f"{where}: tp_sync={tp_sync!r} with split_dim={split_dim}, whose all-to-alls wait in the middle of an MLP; "
             "use split_dim=1"
         )
-    if checkpointing == "selective":
+    if "selective" in checkpointing:
         raise ValueError(
             f"{where}: tp_sync={tp_sync!r} with checkpointing='selective', which would repeat transfers without their "
             "GEMMs; use 'full' or 'none'"

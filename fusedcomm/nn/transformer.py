@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.nn.attention import Attention, rope_table
-from fusedcomm.nn.config import TransformerConfig, check_tensor_parallel
+from fusedcomm.nn.config import Checkpointing, TransformerConfig, check_tensor_parallel
 from fusedcomm.nn.dropout import DropoutSite, dropout_keys, stateless_dropout
 from fusedcomm.nn.embedding import LearnedPositions, VocabParallelEmbedding
 from fusedcomm.nn.layout import ShardedModule, TensorParallel
@@ -274,18 +275,25 @@ class Transformer(nn.Module):
         return x + previous if self.last else torch.cat((x, previous), dim=-1)
 
     def _by_parts(self, run: Callable[..., tuple[Any, ...]], *state: Tensor | None) -> tuple[Any, ...]:
-        """`run(layers, *state)` for all layers at once; where backward computes them again, layer by layer."""
-        layers = list(self.layers.values())
-        if self.config.checkpointing == "none" or not torch.is_grad_enabled():
-            return run(layers, *state)
-        for layer in layers:
-            # To the end, even when backward has all that it needs: what has begun to travel must be waited for.
-            state = checkpoint(run, [layer], *state, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+        """`run(layers, *state)` for as many layers at once as can be: those that backward computes again go alone."""
+        for repeated, group in groupby(self.layers.values(), lambda layer: self._checkpointing_of(layer) != "none"):
+            if not repeated:
+                state = run(list(group), *state)
+                continue
+            for layer in group:
+                # To the end, even when backward has all that it needs: what has begun to travel must be waited for.
+                state = checkpoint(
+                    run, [layer], *state, use_reentrant=False, preserve_rng_state=False, early_stop=False
+                )
         return state
 
+    def _checkpointing_of(self, layer: nn.Module) -> Checkpointing:
+        assert isinstance(layer, TransformerLayer)
+        return self.config.checkpointing_of_layers[layer.index] if torch.is_grad_enabled() else "none"
+
     def _run_layer(self, layer: nn.Module, x: Tensor, run: _Pass) -> Tensor:
-        mode = self.config.checkpointing
-        if mode == "none" or not torch.is_grad_enabled():
+        mode = self._checkpointing_of(layer)
+        if mode == "none":
             return layer(x, run)
         # No random numbers are drawn, so there is no generator state to bring back.
         if mode == "full":

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 if TYPE_CHECKING:
     from fusedcomm.nn.config import TransformerConfig
@@ -17,8 +25,10 @@ if TYPE_CHECKING:
 Count = Annotated[int, Field(ge=1)]
 # YAML has lists only, which strict tuples would refuse; their entries stay strict.
 _Counts = Annotated[tuple[Count, ...], Field(strict=False)]
+_Layers = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
 _Texts = Annotated[tuple[Annotated[str, Field(strict=True)], ...], Field(strict=False)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
+Checkpointing = Literal["none", "full", "selective"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"]
 
 
@@ -125,6 +135,42 @@ class LossScaleConfig(_Section):
     growth_interval: Count = 2000
 
 
+class CheckpointingConfig(_Section):
+    """What backward computes again, layer by layer: `others` of those that no list names; a word alone is `others`."""
+
+    others: Checkpointing = "none"
+    none: _Layers = ()
+    full: _Layers = ()
+    selective: _Layers = ()
+
+    @property
+    def listed(self) -> dict[Checkpointing, tuple[int, ...]]:
+        return {"none": self.none, "full": self.full, "selective": self.selective}
+
+    def of_layers(self, num_layers: int) -> tuple[Checkpointing, ...]:
+        """One word a layer.
+
+        Raises:
+            ValueError: a list names a layer that there is not, or two lists name the same.
+        """
+        found: dict[int, Checkpointing] = {}
+        for mode, layers in self.listed.items():
+            for layer in layers:
+                if layer >= num_layers:
+                    raise ValueError(
+                        f"checkpointing: {mode} names layer {layer}; a model of {num_layers} has 0..{num_layers - 1}"
+                    )
+                if found.setdefault(layer, mode) != mode:
+                    raise ValueError(
+                        f"checkpointing: layer {layer} is listed under {found[layer]} and {mode}; choose one"
+                    )
+        return tuple(found.get(layer, self.others) for layer in range(num_layers))
+
+    @model_serializer(mode="wrap")
+    def _serialize(self, whole: SerializerFunctionWrapHandler) -> Any:
+        return whole(self) if any(self.listed.values()) else self.others
+
+
 class TrainConfig(_Section):
     """How it is learned: `global_batch` samples a step over all data-parallel ranks, cut into `accumulation` passes."""
 
@@ -141,7 +187,9 @@ class TrainConfig(_Section):
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     loss_scale: LossScaleConfig = LossScaleConfig()
-    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    activation_checkpointing: Annotated[
+        CheckpointingConfig, BeforeValidator(lambda given: {"others": given} if isinstance(given, str) else given)
+    ] = CheckpointingConfig()
     # null: at the end only.
     eval_every: Count | None = None
     # Passes of global_batch / accumulation samples; null: the whole validation part.
@@ -188,7 +236,7 @@ class Config(_Section):
             rope_theta=model.rope_theta,
             split_dim=self.parallel_config.tensor_parallel.split_dim,
             tp_sync=self.parallel_config.tensor_parallel.tp_sync,
-            checkpointing=self.train.activation_checkpointing,
+            checkpointing=self.train.activation_checkpointing.of_layers(model.layers),
         )
 
 

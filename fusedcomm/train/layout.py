@@ -108,7 +108,7 @@ def coordinates(parallel: ParallelConfig, rank: int) -> str:
 
 def _problems(config: Config) -> list[str]:
     """Everything that does not fit, whatever the number of ranks."""
-    if sync := list(_sync_problems(config)):
+    if sync := list(_layer_problems(config)):
         return [*sync, *_batch_problems(config), *_training_problems(config)]
     try:
         shape = config.transformer()
@@ -122,10 +122,15 @@ def _problems(config: Config) -> list[str]:
     ]
 
 
-def _sync_problems(config: Config) -> Iterator[str]:
+def _layer_problems(config: Config) -> Iterator[str]:
     tensor = config.parallel_config.tensor_parallel
     try:
-        check_sync(_SYNC, tensor.tp_sync, tensor.split_dim, config.train.activation_checkpointing)
+        checkpointing = config.train.activation_checkpointing.of_layers(config.model.layers)
+    except ValueError as error:
+        yield f"train.activation_checkpointing: {_detail(error)}"
+        return
+    try:
+        check_sync(_SYNC, tensor.tp_sync, tensor.split_dim, checkpointing)
     except ValueError as error:
         yield str(error)
 
