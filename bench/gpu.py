@@ -17,10 +17,11 @@ import torch
 
 from fusedcomm.bench.errors import BenchError
 from fusedcomm.bench.gpu_device import Device, Gpu
-from fusedcomm.bench.gpu_link import COPY_SMS, prove_progress
+from fusedcomm.bench.gpu_link import prove_progress
 from fusedcomm.bench.gpu_measure import LINKS, MAKESPANS, measure, rows_of
 from fusedcomm.bench.gpu_report import GpuRow, markdown, verdicts, write_json
 from fusedcomm.bench.gpu_shapes import Shape, shapes
+from fusedcomm.comm.places import COPY_SMS
 from fusedcomm.kernels.config import GemmConfig
 from fusedcomm.tune.wave import PIECES, Link, TiledGemm, efficiency, slowest_s
 

@@ -17,9 +17,10 @@ from fusedcomm.bench.case import complaints
 from fusedcomm.bench.errors import BenchError
 from fusedcomm.bench.gpu_case import ALONE, LINKED, Case, Plan, Signals, make_case
 from fusedcomm.bench.gpu_device import Device, Work
-from fusedcomm.bench.gpu_link import COPY_SMS, ImitatedLink
+from fusedcomm.bench.gpu_link import ImitatedLink
 from fusedcomm.bench.gpu_report import GpuRow
 from fusedcomm.bench.gpu_shapes import Shape
+from fusedcomm.comm.places import COPY_SMS
 from fusedcomm.tune.wave import Link, TiledGemm, best_pieces, efficiency, gather_s, scatter_s, slowest_s
 
 # Time of the wire over that of the GEMM.

@@ -104,3 +104,23 @@ def test_a_kernel_without_triton_says_so():
         "else:\n"
         "    raise SystemExit('no error')\n"
     )
+
+
+# On a GPU machine torch, Triton and these are all there is (`make gpu`).
+GPU_MACHINE = ("torch", "triton", "einops", "numpy", "pytest", "hypothesis", "yaml", "rich", "typer", "matplotlib")
+
+
+def test_the_gpu_run_needs_no_more_than_a_gpu_machine_has():
+    # Everything else that an installed distribution of ours asks for is blocked: pydantic above all.
+    blocked = {"pydantic", "safetensors", "tokenizers", "tensorboard", "transformers"}
+    assert not blocked & {*GPU_MACHINE}
+    run_python(
+        "import os, sys\n"
+        f"for name in {sorted(blocked)}:\n"
+        "    sys.modules[name] = None\n"
+        "os.environ['TRITON_INTERPRET'] = '1'\n"
+        "import pytest\n"
+        "import fusedcomm.bench.gpu\n"
+        "import fusedcomm.comm.simulated\n"
+        "assert pytest.main(['-q', '--collect-only', '-p', 'no:cacheprovider', '-p', 'no:timeout', 'tests/gpu']) == 0\n"
+    )

@@ -1,0 +1,173 @@
+"""Where virtual ranks run: on streams of one GPU, or on the CPU in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from fusedcomm.comm.turns import Turns
+from fusedcomm.errors import PeerError
+from fusedcomm.kernels.await_rows import await_rows
+from fusedcomm.kernels.flags import Chunks, read_status
+from fusedcomm.kernels.host_flags import is_up
+from fusedcomm.kernels.paced_copy import paced_copy
+
+# Enough for more than the fastest link between GPUs brings.
+COPY_SMS = 16
+PROGRAMS_PER_SM = 4
+
+Result = TypeVar("Result")
+# A point on a stream that other streams can wait for.
+Mark = Any
+
+
+class Place(Protocol):
+    """Where the ranks run."""
+
+    # What each rank's kernels must leave to copies, and to the other ranks' kernels.
+    communication_sms: int
+    timeout_us: int
+
+    def run(self, tasks: Sequence[Callable[[], Result]]) -> list[Result]:
+        """Run one task for each rank, at the same time, as far as they wait for each other."""
+        ...
+
+    def mark(self) -> Mark:
+        """Where the current stream is now."""
+        ...
+
+    def wait(self, mark: Mark) -> None:
+        """Lets the current stream wait for the mark."""
+        ...
+
+    def sending(self, rank: int, after: Mark) -> AbstractContextManager[None]:
+        """A block on that rank's stream for copies, after the mark."""
+        ...
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """On the current stream, over the link."""
+        ...
+
+    def await_flag(self, flags: Tensor, index: int, epoch: Tensor, status: Tensor) -> None:
+        """Lets the current stream wait until the flag is not behind the epoch."""
+        ...
+
+    def await_arrivals(self, chunks: Chunks) -> None:
+        """Return when kernels may be launched that wait for the chunks."""
+        ...
+
+    def check(self, statuses: Sequence[Tensor]) -> None:
+        """PeerError if a wait was in vain, as far as that is known now."""
+        ...
+
+
+class Streams:
+    """Ranks on one GPU: two streams each."""
+
+    def __init__(self, world: int, device: torch.device, gbyte_per_s: float, timeout_s: float) -> None:
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        if num_sms - COPY_SMS < world:
+            raise ValueError(f"simulated: {world} ranks on {num_sms} SMs, {COPY_SMS} of which copy; use fewer ranks")
+        self.communication_sms = num_sms - (num_sms - COPY_SMS) // world
+        self.timeout_us = round(timeout_s * 1e6)
+        self._gbyte_per_s = gbyte_per_s
+        self._num_copy_programs = max(1, PROGRAMS_PER_SM * COPY_SMS // world)
+        self._one_row = torch.tensor([0, 1], device=device)
+        self._compute = [torch.cuda.Stream(device) for _ in range(world)]
+        # High priority: copies must not queue behind kernels that wait for them.
+        self._copy = [torch.cuda.Stream(device, priority=-1) for _ in range(world)]
+
+    def run(self, tasks: Sequence[Callable[[], Result]]) -> list[Result]:
+        begin = self.mark()
+        results = []
+        try:
+            for stream, task in zip(self._compute, tasks):
+                with torch.cuda.stream(stream):
+                    self.wait(begin)
+                    results.append(task())
+        except BaseException:
+            # What the others launched waits for what will not come, up to its limit, and uses their tensors so long.
+            torch.cuda.synchronize()
+            raise
+        for stream in self._compute:
+            torch.cuda.current_stream().wait_stream(stream)
+        return results
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        torch.cuda.current_stream().wait_event(mark)
+
+    @contextmanager
+    def sending(self, rank: int, after: torch.cuda.Event) -> Iterator[None]:
+        with torch.cuda.stream(self._copy[rank]):
+            self.wait(after)
+            yield
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        paced_copy(source, target, gbyte_per_s=self._gbyte_per_s, num_programs=self._num_copy_programs)
+
+    def await_flag(self, flags: Tensor, index: int, epoch: Tensor, status: Tensor) -> None:
+        flag = Chunks(0, 1, self._one_row, flags[index : index + 1], epoch)
+        await_rows(flag, 1, status=status, timeout_us=self.timeout_us)
+
+    def await_arrivals(self, chunks: Chunks) -> None:
+        # The kernels wait, beside the copies.
+        return None
+
+    def check(self, statuses: Sequence[Tensor]) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            return
+        for rank, status in enumerate(statuses):
+            if (timeout := read_status(status)) is not None:
+                what = f"virtual rank {rank} waited in vain for chunk {timeout.chunk} of epoch {timeout.epoch}"
+                raise PeerError(timeout.op, timeout.rank, timeout.chunk, f"{what}, {self.timeout_us / 1e6:g} s")
+
+
+class InTurns:
+    """Ranks on the CPU, one after the other."""
+
+    communication_sms = 0
+    # What a kernel waits for is there.
+    timeout_us = 1
+
+    def __init__(self) -> None:
+        self._turns = Turns()
+
+    def run(self, tasks: Sequence[Callable[[], Result]]) -> list[Result]:
+        return self._turns.run(tasks)
+
+    def mark(self) -> None:
+        return None
+
+    def wait(self, mark: None) -> None:
+        return None
+
+    @contextmanager
+    def sending(self, rank: int, after: None) -> Iterator[None]:
+        yield
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source)
+
+    def await_flag(self, flags: Tensor, index: int, epoch: Tensor, status: Tensor) -> None:
+        self._turns.wait_until(lambda: is_up(flags, index, int(epoch)), f"flag {index} of epoch {int(epoch)}")
+
+    def await_arrivals(self, chunks: Chunks) -> None:
+        rows = chunks.starts.diff().tolist()
+        epoch = int(chunks.epoch)
+        for chunk, size in enumerate(rows):
+            if size:
+                self._turns.wait_until(
+                    lambda chunk=chunk: is_up(chunks.flags, chunk, epoch), f"chunk {chunk} of epoch {epoch}"
+                )
+
+    def check(self, statuses: Sequence[Tensor]) -> None:
+        assert all(read_status(status) is None for status in statuses)
