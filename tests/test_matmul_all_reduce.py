@@ -19,8 +19,10 @@ from torch import Tensor
 
 from fusedcomm import PeerError, matmul_all_reduce, matmul_reduce_scatter, recording, reference
 from fusedcomm.comm.pool import STAGING
-from fusedcomm.comm.ring import all_reduce_blocks
-from fusedcomm.tune.cost import chunked
+from fusedcomm.comm.ring import all_reduce_blocks, chunk_sizes
+from fusedcomm.ops.chunked import Call
+from fusedcomm.ops.matmul_all_reduce import _forward as all_reduce_forward
+from fusedcomm.tune.cost import Choice, chunked
 
 on_ranks = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
@@ -150,36 +152,80 @@ def test_sums_are_taken_in_rank_order_and_in_fp32():
         assert narrow == [258.0], "256 + 1 is 256 in bfloat16"
 
 
+@pytest.mark.parametrize(
+    "nodes", [(), (0, 0, 1, 1), (0, 1, 0, 1), (2, 2, 2, 5, 5, 5), (0, 1, 2, 3), (0, 0, 0)], ids=str
+)
 @given(world=st.integers(2, 5), rows=st.integers(0, 70), num_chunks=st.integers(1, 5))
 @settings(deadline=None, derandomize=True)
-def test_every_partial_travels_once_and_every_sum_reaches_everybody(world, rows, num_chunks):
-    blocks = [all_reduce_blocks(rank, world, rows, num_chunks) for rank in range(world)]
+def test_every_partial_counts_once_and_every_sum_reaches_everybody(nodes, world, rows, num_chunks):
+    world = len(nodes) or world
+    blocks = [all_reduce_blocks(rank, world, rows, num_chunks, nodes) for rank in range(world)]
     assert len({len(of_rank) for of_rank in blocks}) == 1
     # By source and destination, in order: what one sends and the other expects.
     sends, receives = defaultdict(list), defaultdict(list)
-    # How often the partial of a rank for a row is summed, and how often a rank gets the sum of a row.
-    summed, gathered = torch.zeros(2, world, rows, dtype=torch.int64)
+    # Whose partials of a row a rank has in its sum, and how often it gets the finished sum of it.
+    summed = torch.eye(world, dtype=torch.int64)[:, :, None].repeat(1, 1, rows)
+    gathered = torch.zeros(world, rows, dtype=torch.int64)
+    for level in range(len(blocks[0][0]) if blocks[0] else 0):
+        before = summed.clone()
+        for rank in range(world):
+            for block in blocks[rank]:
+                own = slice(block[level].own.start, block[level].own.stop)
+                for step in block[level].scatter:
+                    if step.send is not None:
+                        sends[rank, step.dst].append(step.send)
+                    if step.recv is not None:
+                        assert step.recv == block[level].own
+                        receives[step.src, rank].append(step.recv)
+                        summed[rank, :, own] += before[step.src, :, own]
     for rank in range(world):
         for block in blocks[rank]:
-            own = slice(block.own.start, block.own.stop)
-            summed[rank, own] += 1
+            own = slice(block[-1].own.start, block[-1].own.stop)
+            assert summed[rank, :, own].eq(1).all()
             gathered[rank, own] += 1
-            for step in (*block.scatter, *block.gather):
-                if step.send is not None:
-                    sends[rank, step.dst].append(step.send)
-                if step.recv is not None:
-                    receives[step.src, rank].append(step.recv)
-            for step in block.scatter:
-                if step.recv is not None:
-                    assert step.recv == block.own
-                    summed[step.src, own] += 1
-            for step in block.gather:
-                if step.recv is not None:
-                    assert step.recv.owner == step.src
-                    gathered[rank, step.recv.start : step.recv.stop] += 1
+            for level in block[::-1]:
+                for step in level.gather:
+                    if step.send is not None:
+                        assert gathered[rank, step.send.start : step.send.stop].eq(1).all()
+                        sends[rank, step.dst].append(step.send)
+                    if step.recv is not None:
+                        receives[step.src, rank].append(step.recv)
+                for step in level.gather:
+                    if step.recv is not None:
+                        gathered[rank, step.recv.start : step.recv.stop] += 1
     assert sends == receives
-    assert summed.eq(1).all()
     assert gathered.eq(1).all()
+
+
+def run_by_node(rank, world, nodes, method, dtype):
+    generator = torch.Generator().manual_seed(rank)
+    x, w = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((333, 24), (20, 24)))
+    bias = torch.arange(20, dtype=dtype)
+    calls = [
+        Call("op", dist.group.WORLD, chunk_sizes(333, world), Choice(method, count, "", direction, way))
+        for count in (1, 4)
+        for direction, way in (("pairs", ()), ("by_node", nodes))
+    ]
+    return x, w, bias, [all_reduce_forward(x, w, bias, call) for call in calls for _ in range(2)]
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 0, 1)], ids=str)
+@pytest.mark.parametrize("method", ["serial", "chunked"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_by_node_match_reference_and_are_the_same_everywhere(nodes, method, dtype):
+    replies = run_ranks(4, run_by_node, nodes, method, dtype)
+    bias = replies[0][2]
+
+    def expect(dtype):
+        xs, ws = ([reply[index].to(dtype) for reply in replies] for index in (0, 1))
+        return sum(x.to(dtype) @ w.to(dtype).t() for x, w in zip(xs, ws)) + bias.to(dtype)
+
+    exact, plain = expect(torch.float64), expect(dtype)
+    for index, result in enumerate(replies[0][3]):
+        assert_as_accurate(result, exact, plain)
+        assert torch.equal(result, replies[0][3][index ^ 1]), "two runs differ"
+        for reply in replies[1:]:
+            assert torch.equal(result, reply[3][index])
 
 
 def run_overlap(rank, world):

@@ -90,24 +90,27 @@ def test_measured_links_are_the_same_on_every_rank():
 
 def test_only_what_may_be_fastest_is_timed():
     options = candidates(world=4, rows=10**5)
-    balanced = worth_timing(options, Seconds(serial=2.0, wire=1.0, piece=1e-4), world=4, gathers=False)
+    balanced = worth_timing(options, Seconds(serial=2.0, wire=1.0, piece=1e-4), directions=(), nodes=[0] * 4)
     assert balanced[0] == options[0]
     # A single chunk would leave a quarter of the GEMM unhidden.
     assert [option.num_chunks for option in balanced[1:]] == [2, 3, 4, 5]
     # Pieces that cost as much as the GEMM are best few.
-    costly = worth_timing(options, Seconds(serial=1.1, wire=0.1, piece=0.5), world=4, gathers=False)
+    costly = worth_timing(options, Seconds(serial=1.1, wire=0.1, piece=0.5), directions=(), nodes=[0] * 4)
     assert [option.num_chunks for option in costly[1:]] == [1, 2]
 
 
-def test_directions_are_timed_where_rows_are_gathered_by_more_than_two():
+def test_directions_are_timed_where_they_differ():
     seconds = Seconds(serial=2.0, wire=1.0, piece=1e-4)
 
-    def directions(world, gathers):
-        options = worth_timing(candidates(world=world, rows=10**5), seconds, world=world, gathers=gathers)
-        return {option.direction for option in options}
+    def directions(nodes, *ways):
+        options = candidates(world=len(nodes), rows=10**5)
+        return {option.direction for option in worth_timing(options, seconds, directions=ways, nodes=nodes)}
 
-    assert directions(2, gathers=True) == directions(3, gathers=False) == {"pairs"}
-    assert directions(3, gathers=True) == {"pairs", "ring", "both_ways"}
+    assert directions([0, 0], "ring", "both_ways") == directions([0, 0, 1]) == {"pairs"}
+    assert directions([0, 0, 1], "ring", "both_ways") == {"pairs", "ring", "both_ways"}
+    for nodes in ([0, 0, 0, 0], [0, 1, 2, 3], [0, 0, 0, 1]):
+        assert directions(nodes, "by_node") == {"pairs"}
+    assert directions([0, 1, 0, 1], "by_node") == {"pairs", "by_node"}
 
 
 @given(
@@ -151,7 +154,7 @@ def run_tuner(rank, world, seconds, folder, kind):
         # On any wire it takes far longer than everything else, whatever the number of chunks: all are timed.
         "wire_bytes": 10**12,
         "weight_bytes": 1,
-        "gathers": True,
+        "directions": ("ring",),
         "device": torch.device("cpu"),
         "run": run,
     }

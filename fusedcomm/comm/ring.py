@@ -20,18 +20,19 @@ reduce-scatter the first distance's into ever larger ones, and its last one's in
 up some while others travel. All the rest travels whole: fewer messages, larger GEMMs.
 
 An all-reduce is both, block by block: while the rows of a block are computed, partial sums of the block before travel
-to their owners, and finished sums from there to everybody.
+to their owners, and finished sums from there to everybody. Where a node's ranks share its link to the others, blocks
+are summed up in the node first, and what that leaves across nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
 
-# How an all-gather's shards travel.
-Direction = Literal["pairs", "ring", "both_ways"]
+# How an all-gather's shards travel; an all-reduce in pairs, or `by_node`.
+Direction = Literal["pairs", "ring", "both_ways", "by_node"]
 
 
 @dataclass(frozen=True)
@@ -130,42 +131,70 @@ def reduce_scatter_steps(rank: int, sizes: Sequence[int], num_chunks: int) -> tu
 
 
 @dataclass(frozen=True)
-class Block:
-    """Rows of an all-reduce that are summed together: the partials' steps, and then those of the finished sums.
+class Level:
+    """Rows that some ranks sum up together: the steps of the partials, and those of the finished sums.
 
-    `own` are the rows that this rank sums up.
+    `own` are the rows that this rank sums up, `members` the ranks whose partials they are, in the order of summing.
     """
 
+    members: tuple[int, ...]
     own: Chunk
     scatter: tuple[Step, ...]
     gather: tuple[Step, ...]
 
 
-def all_reduce_blocks(rank: int, world: int, rows: int, num_chunks: int) -> tuple[Block, ...]:
+# One level: all ranks. By nodes: the ranks of this one, and then those that have this rank's place on every node, which
+# sum up what it has of its node's sum.
+Block = tuple[Level, ...]
+
+
+def all_reduce_blocks(
+    rank: int, world: int, rows: int, num_chunks: int, nodes: Sequence[int] = ()
+) -> tuple[Block, ...]:
     """The blocks of `rows` in the order in which they are to run: 1, 2, 3, 5, 9 of them for 1, 2, ... chunks.
 
     Of several, the first and the last are half as large as the others, since nothing can hide the computing of the
-    one and the travelling of the other.
+    one and the travelling of the other. `nodes`, the node of each rank, with as many ranks on each, makes them sum up
+    by nodes: a node's link then carries each row once each way, whatever the number of its ranks.
     """
     weights = (1,) if num_chunks == 1 else (1, *(2,) * (2 ** (num_chunks - 2) - 1), 1)
-    blocks = []
+    if nodes:
+        by_node = [[other for other in range(world) if nodes[other] == node] for node in dict.fromkeys(nodes)]
+        in_node = next(ranks for ranks in by_node if rank in ranks)
+        groups = [in_node, [ranks[in_node.index(rank)] for ranks in by_node]]
+    else:
+        groups = [list(range(world))]
+    blocks: list[Block] = []
     for block in cut((rows,), 0, weights):
-        sizes = chunk_sizes(block.rows, world)
-        start = block.start + sum(sizes[:rank])
-        scatter, gather = reduce_scatter_steps(rank, sizes, 1), all_gather_steps(rank, sizes, 1)
-        blocks.append(
-            Block(Chunk(rank, start, start + sizes[rank]), _moved(scatter, block.start), _moved(gather, block.start))
-        )
+        levels: list[Level] = []
+        for members in groups:
+            levels.append(_level(rank, members, levels[-1].own if levels else block))
+        blocks.append(tuple(levels))
     return tuple(blocks)
 
 
-def _moved(steps: Sequence[Step], by: int) -> tuple[Step, ...]:
-    """The same steps, for rows that begin at `by`."""
+def _level(rank: int, members: Sequence[int], rows: Chunk) -> Level:
+    """The steps of a group of ranks that sum up `rows`."""
+    place, sizes = members.index(rank), chunk_sizes(rows.rows, len(members))
 
     def moved(chunk: Chunk | None) -> Chunk | None:
-        return None if chunk is None else Chunk(chunk.owner, chunk.start + by, chunk.stop + by)
+        if chunk is None:
+            return None
+        return Chunk(members[chunk.owner], chunk.start + rows.start, chunk.stop + rows.start)
 
-    return tuple(replace(step, send=moved(step.send), recv=moved(step.recv)) for step in steps)
+    def steps(of_group: Sequence[Step]) -> tuple[Step, ...]:
+        return tuple(
+            Step(step.distance, members[step.dst], moved(step.send), members[step.src], moved(step.recv))
+            for step in of_group
+        )
+
+    start = rows.start + sum(sizes[:place])
+    return Level(
+        tuple(members),
+        Chunk(rank, start, start + sizes[place]),
+        steps(reduce_scatter_steps(place, sizes, 1)),
+        steps(all_gather_steps(place, sizes, 1)),
+    )
 
 
 def _side_by_side(sends: tuple[Chunk, ...], recvs: tuple[Chunk, ...]) -> Iterator[tuple[Chunk | None, Chunk | None]]:

@@ -16,7 +16,7 @@ from fusedcomm.comm.channel import group_named
 from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.ops.activation import Activation, activate, check_activation
 from fusedcomm.ops.check import check_matrix_inputs, check_sizes, refusing, row_dim
-from fusedcomm.ops.chunked import Call, Gather, Scatter, flat, run_by
+from fusedcomm.ops.chunked import GATHER_DIRECTIONS, Call, Gather, Scatter, flat, run_by
 from fusedcomm.ops.wgrad import DeferWgrad, check_defer, local_linear
 from fusedcomm.tune.cost import check_method
 
@@ -188,8 +188,8 @@ def _backward(
         return dx, dws, x_full if defer else None
 
     features = [w.shape[0] for w in weights]
-    gathers = need_w and save == "shard"
-    return run_by(method, f"{_OP} backward", group, sizes, saved, saved.shape[1:], features, run, gathers=gathers)
+    ways = GATHER_DIRECTIONS if need_w and save == "shard" else ()
+    return run_by(method, f"{_OP} backward", group, sizes, saved, saved.shape[1:], features, run, directions=ways)
 
 
 def scatter_input_gradient(
@@ -235,7 +235,7 @@ def _forward_op(
         x.shape[1:],
         features,
         lambda call: _forward(x, weights, biases, call, keep=keep),
-        gathers=True,
+        directions=GATHER_DIRECTIONS,
     )
 
 

@@ -17,12 +17,14 @@ from torch.distributed import ProcessGroup
 
 from fusedcomm.comm.pool import STAGING
 from fusedcomm.comm.record import Path, note_path, span
-from fusedcomm.comm.ring import Chunk, all_gather_steps, reduce_scatter_steps
+from fusedcomm.comm.ring import Chunk, Direction, all_gather_steps, reduce_scatter_steps
 from fusedcomm.comm.transport import open_exchange
 from fusedcomm.tune.cache import tuner_of
 from fusedcomm.tune.cost import Choice
 
 Result = TypeVar("Result")
+# What a gather may be tried by.
+GATHER_DIRECTIONS: tuple[Direction, ...] = ("ring", "both_ways")
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Call:
         return (
             f"{self.op}: {kind} sizes={list(self.sizes)} of [rows, {features[0]}, {features[1]}] "
             f"{str(dtype).removeprefix('torch.')} {self.choice.method} x{self.choice.num_chunks} "
-            f"{self.choice.direction}"
+            f"{self.choice.direction}{list(self.choice.nodes) or ''}"
         )
 
     @property
@@ -72,12 +74,12 @@ def run_by(
     local: Sequence[int],
     run: Callable[[Call], Result],
     *,
-    gathers: bool = False,
+    directions: Sequence[Direction] = (),
 ) -> Result:
     """Settle with the group how the call is to run, note that, and run it.
 
     What travels is `[rows, *travel]`, of `like`'s dtype; `local` are the GEMMs' other features, which may differ from
-    rank to rank. `gathers` says whether rows are gathered, so that their direction is to be chosen.
+    rank to rank. `directions` are those that rows could take instead of pairs.
     """
     rows = sum(sizes) * travel[0]
     shapes = f"{list(sizes)} x {list(travel)} {str(like.dtype).removeprefix('torch.')}"
@@ -90,7 +92,7 @@ def run_by(
         local=str(list(local)),
         wire_bytes=(len(sizes) - 1) * rows * travel[1] * like.element_size() // len(sizes),
         weight_bytes=sum(local) * travel[1] * like.element_size(),
-        gathers=gathers,
+        directions=directions,
         device=like.device,
         run=lambda choice: run(Call(op, group, sizes, choice)),
     )

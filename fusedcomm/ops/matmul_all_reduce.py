@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from fusedcomm.comm.channel import group_named
 from fusedcomm.comm.pool import STAGING
 from fusedcomm.comm.record import Path, note_path, span
-from fusedcomm.comm.ring import Block, Chunk, all_reduce_blocks, chunk_sizes
+from fusedcomm.comm.ring import Chunk, Step, all_reduce_blocks, chunk_sizes
 from fusedcomm.comm.transport import open_exchange
 from fusedcomm.ops.check import check_matrix_inputs, refusing
 from fusedcomm.ops.chunked import Call, ordered_sum, run_by
@@ -42,7 +42,8 @@ def matmul_all_reduce(
 
     Forward: rows are computed in blocks. The partial sums of a block leave for the owners of its rows as soon as they
     are computed; an owner adds the partials in fp32 in the order of ranks and sends the sum back to everybody, while
-    the next blocks are computed.
+    the next blocks are computed. In a group over several nodes `auto` also tries to add up in each node first, and
+    across nodes what that leaves: the nodes' links then carry less, and the node's sum is rounded once on its way.
 
     Backward: nothing travels. The result is the same on all ranks, and so must `dy` be: what follows has to be computed
     alike on every rank, as in Megatron-LM, whose `g` this is (all-reduce forward, identity backward). A rank then has
@@ -81,34 +82,52 @@ def matmul_all_reduce(
 class _AllReduce:
     """Partial sums of all rows, to be computed block by block; the whole sum comes out on every rank.
 
-    One exchange carries both directions, so that all ranks send in one order. No wait can close a circle: receives are
-    posted before anything is sent, and a rank waits only for partials that its peers send before they wait themselves.
+    A block passes through stages: its rows are computed and leave for their owners; on each level (`comm.ring`) its own
+    rows are added up and leave for the next level, or as finished sums for everybody; those go down the levels again.
+    The next block is computed before this one goes on to its next stage, so that what a stage waits for has a block's
+    computing to travel.
+
+    One exchange carries everything, so that all ranks send in one order. No wait can close a circle: receives are
+    posted before anything is sent, and a rank waits only for what its peers send before they wait themselves.
     """
 
     def __init__(self, call: Call, features: int, bias: Tensor | None, like: Tensor) -> None:
         self.call = call
         self._bias = bias
-        self._serial = call.choice.method == "serial"
-        world = len(call.sizes)
-        self._blocks = all_reduce_blocks(call.rank, world, call.rows, call.choice.num_chunks)
+        choice = call.choice
+        self._blocks = all_reduce_blocks(call.rank, len(call.sizes), call.rows, choice.num_chunks, choice.nodes)
+        self._num_levels = len(self._blocks[0]) if self._blocks else 1
         self._total = like.new_empty(call.rows, features)
-        # What leaves, laid out as the whole; the own rows' place in it stays unused but for `serial`.
+        # What leaves, laid out as the whole; on the first level the own rows' place in it is used by `serial` alone.
+        # Each level's rows are some of those of the level before: its sums replace their own summands.
         self._partial = STAGING.take((call.rows, features), like)
-        # By block and source rank: the summands of the own rows.
-        num_own = [block.own.rows for block in self._blocks]
-        self._staged = STAGING.take((world * sum(num_own), features), like)
-        pieces = self._staged.split([world * rows for rows in num_own])
-        self._summands = [piece.view(world, rows, features) for piece, rows in zip(pieces, num_own)]
+        # By level, block and source: the summands of the own rows.
+        counts = [len(level.members) * level.own.rows for block in self._blocks for level in block]
+        self._staged = STAGING.take((sum(counts), features), like)
+        pieces = iter(self._staged.split(counts))
+        self._summands = [
+            [next(pieces).view(len(level.members), level.own.rows, features) for level in block]
+            for block in self._blocks
+        ]
+        # By block: the index of the first step of its scatters, and of its gathers, on every level.
+        self._scatter_at = [[0] * self._num_levels for _ in self._blocks]
+        self._gather_at = [[0] * self._num_levels for _ in self._blocks]
         steps, outgoing, incoming = [], [], []
-        for block, summands in zip(self._blocks, self._summands):
-            own = block.own.start
-            for step in block.scatter:
-                outgoing.append(_rows(self._partial, step.send))
-                incoming.append(_rows(summands[step.src], step.recv, own))
-            for step in block.gather:
-                outgoing.append(_rows(self._total, step.send))
-                incoming.append(_rows(self._total, step.recv))
-            steps += [*block.scatter, *block.gather]
+        for block, stage in self._turns():
+            level = min(stage, 2 * self._num_levels - 1 - stage)
+            rows = self._blocks[block][level]
+            if stage < self._num_levels:
+                self._scatter_at[block][level] = len(steps)
+                steps += rows.scatter
+                for step in rows.scatter:
+                    outgoing.append(_rows(self._partial, step.send))
+                    source = self._summands[block][level][rows.members.index(step.src)]
+                    incoming.append(_rows(source, step.recv, rows.own.start))
+            else:
+                self._gather_at[block][level] = len(steps)
+                steps += rows.gather
+                outgoing += [_rows(self._total, step.send) for step in rows.gather]
+                incoming += [_rows(self._total, step.recv) for step in rows.gather]
         self._exchange = open_exchange(
             call.group,
             call.op,
@@ -117,49 +136,84 @@ class _AllReduce:
             outgoing,
             incoming,
             like.device,
-            overlapped=not self._serial,
+            overlapped=not call.is_serial,
             paced=False,
         )
         self._exchange.start()
+
+    def _turns(self) -> Iterator[tuple[int, int]]:
+        """Blocks and their stages, each of which lets something travel, in the order in which they run."""
+        num_stages = 2 * self._num_levels
+        for turn in range(len(self._blocks) + num_stages - 1):
+            for stage in range(num_stages):
+                if 0 <= turn - stage < len(self._blocks):
+                    yield turn - stage, stage
 
     def chunks(self) -> Iterator[tuple[int, int, Tensor]]:
         """`(start, stop, out)`: fill `out` `[stop - start, features]` with this rank's partial of those rows.
 
         In each block peers' rows come first and leave as soon as they are filled.
         """
-        if self._serial:
+        if self.call.is_serial:
             yield 0, self.call.rows, self._partial
-        first = 0
-        for block, summands in zip(self._blocks, self._summands):
-            own = block.own
-            if self._serial:
-                summands[self.call.rank] = self._partial[own.start : own.stop]
-            for index, step in enumerate(block.scatter, first):
-                if step.send is not None and not self._serial:
-                    yield step.send.start, step.send.stop, self._partial[step.send.start : step.send.stop]
-                self._exchange.send(index)
-            if own.rows and not self._serial:
-                yield own.start, own.stop, summands[self.call.rank]
-            self._sum(block, summands, first)
-            first += len(block.scatter) + len(block.gather)
+        for block, stage in self._turns():
+            if stage == 0:
+                yield from self._compute(block)
+            elif stage <= self._num_levels:
+                self._sum(block, stage - 1)
+            else:
+                # Finished rows of one level come in, and go on in the level below.
+                level = 2 * self._num_levels - stage
+                self._receive(self._gather_at[block][level], self._blocks[block][level].gather)
+                self._send(self._gather_at[block][level - 1], self._blocks[block][level - 1].gather)
 
-    def _sum(self, block: Block, summands: Tensor, first: int) -> None:
-        """Add up the own rows of a block, whose steps begin at `first`, and let the sum go."""
-        gather_at = first + len(block.scatter)
-        for index in range(first, gather_at):
-            self._exchange.wait(index)
-        with span("compute", f"{self.call.op} sum"):
-            ordered_sum(summands, self._bias, self._total[block.own.start : block.own.stop])
-        for index in range(gather_at, gather_at + len(block.gather)):
+    def _compute(self, block: int) -> Iterator[tuple[int, int, Tensor]]:
+        rows, summands = self._blocks[block][0], self._summands[block][0][self._place(block, 0)]
+        if self.call.is_serial:
+            summands.copy_(self._partial[rows.own.start : rows.own.stop])
+            self._send(self._scatter_at[block][0], rows.scatter)
+            return
+        for index, step in enumerate(rows.scatter, self._scatter_at[block][0]):
+            if step.send is not None:
+                yield step.send.start, step.send.stop, self._partial[step.send.start : step.send.stop]
             self._exchange.send(index)
+        if rows.own.rows:
+            yield rows.own.start, rows.own.stop, summands
+
+    def _sum(self, block: int, level: int) -> None:
+        """Add up the own rows of a level, and let the sum go: to the next level, or to everybody."""
+        rows, summands = self._blocks[block][level], self._summands[block][level]
+        self._receive(self._scatter_at[block][level], rows.scatter)
+        own = slice(rows.own.start, rows.own.stop)
+        is_last = level == self._num_levels - 1
+        with span("compute", f"{self.call.op} sum"):
+            if is_last:
+                ordered_sum(summands, self._bias, self._total[own])
+            else:
+                ordered_sum(summands, None, self._partial[own])
+                above = self._blocks[block][level + 1].own
+                summands_above = self._summands[block][level + 1][self._place(block, level + 1)]
+                summands_above.copy_(self._partial[above.start : above.stop])
+        if is_last:
+            self._send(self._gather_at[block][level], rows.gather)
+        else:
+            self._send(self._scatter_at[block][level + 1], self._blocks[block][level + 1].scatter)
+
+    def _place(self, block: int, level: int) -> int:
+        return self._blocks[block][level].members.index(self.call.rank)
+
+    def _send(self, first: int, steps: Sequence[Step]) -> None:
+        for index in range(first, first + len(steps)):
+            self._exchange.send(index)
+
+    def _receive(self, first: int, steps: Sequence[Step]) -> None:
+        for index in range(first, first + len(steps)):
+            self._exchange.wait(index)
 
     def finish(self) -> Tensor:
         """The whole sum, `[rows, features]`, once it is there."""
-        first = 0
-        for block in self._blocks:
-            gather_at, first = first + len(block.scatter), first + len(block.scatter) + len(block.gather)
-            for index in range(gather_at, first):
-                self._exchange.wait(index)
+        for block, first in zip(self._blocks, self._gather_at):
+            self._receive(first[0], block[0].gather)
         self._exchange.finish()
         STAGING.give(self._partial)
         STAGING.give(self._staged)
@@ -184,7 +238,17 @@ def _forward(x: Tensor, w: Tensor, bias: Tensor | None, call: Call) -> Tensor:
 def _forward_op(x: Tensor, w: Tensor, bias: Tensor | None, group_name: str, method: str) -> Tensor:
     group = group_named(group_name)
     sizes = chunk_sizes(x.shape[0], group.size())
-    return run_by(method, _OP, group, sizes, x, (1, w.shape[0]), w.shape[1:], lambda call: _forward(x, w, bias, call))
+    return run_by(
+        method,
+        _OP,
+        group,
+        sizes,
+        x,
+        (1, w.shape[0]),
+        w.shape[1:],
+        lambda call: _forward(x, w, bias, call),
+        directions=("by_node",),
+    )
 
 
 @_forward_op.register_fake

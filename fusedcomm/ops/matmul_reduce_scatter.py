@@ -17,7 +17,7 @@ from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.ops.activation import Activation, activate, check_activation, differentiate
 from fusedcomm.ops.check import check_matrix_inputs, check_sizes, refusing, row_dim
-from fusedcomm.ops.chunked import Call, Gather, Scatter, flat, run_by
+from fusedcomm.ops.chunked import GATHER_DIRECTIONS, Call, Gather, Scatter, flat, run_by
 from fusedcomm.ops.wgrad import DeferWgrad, check_defer, local_linear
 from fusedcomm.tune.cost import check_method
 
@@ -144,7 +144,10 @@ def _backward(
         dxs, dw = multiply_gathered_gradient(gather, xs, w, input_activation, need_x=need_x, need_w=need_w)
         return dxs, dw, gather.full if keep else None
 
-    return run_by(method, f"{_OP} backward", group, sizes, grad, grad.shape[1:], w.shape[1:], run, gathers=True)
+    features = w.shape[1:]
+    return run_by(
+        method, f"{_OP} backward", group, sizes, grad, grad.shape[1:], features, run, directions=GATHER_DIRECTIONS
+    )
 
 
 def multiply_gathered_gradient(

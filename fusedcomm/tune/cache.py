@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fusedcomm.comm.channel import Channel, channel_of
+from fusedcomm.comm.ring import Direction
 from fusedcomm.tune.cost import Choice, Seconds, candidates, check_method, chunked, serial, worth_timing
 
 _MAX_ROUNDS = 3
@@ -63,15 +64,16 @@ class Tuner:
         local: str,
         wire_bytes: int,
         weight_bytes: int,
-        gathers: bool,
+        directions: Sequence[Direction],
         device: torch.device,
         run: Callable[[Choice], object],
     ) -> Choice:
         """How this call is to run; every rank of the group calls it.
 
         `rows` are those of the GEMM; `shapes`, which must be the same on all ranks, and `local`, which need not, say
-        what makes a call of one kind. A rank sends `wire_bytes` and multiplies by `weight_bytes`. `run` does the whole
-        op in a given way; it is called only when the candidates have to be timed.
+        what makes a call of one kind. A rank sends `wire_bytes` and multiplies by `weight_bytes`; its rows could take
+        `directions` instead of pairs. `run` does the whole op in a given way; it is called only when the candidates
+        have to be timed.
         """
         check_method(method)
         world = self._channel.world
@@ -92,7 +94,7 @@ class Tuner:
                 self._link = self._measure_link(device)
             wire_s = wire_bytes * 8e-6 / self._link.mbit_per_s
             piece_s = _PIECE_S[device.type] + weight_bytes / _MEMORY_BYTES_PER_S[device.type]
-            timed = partial(self._time, options, wire_s, piece_s, gathers, device, run)
+            timed = partial(self._time, options, wire_s, piece_s, directions, self._link.hosts, device, run)
             self._known[key] = self._agree(key, self._link, timed)
         return self._known[key]
 
@@ -113,7 +115,8 @@ class Tuner:
         options: Sequence[Choice],
         wire_s: float,
         piece_s: float,
-        gathers: bool,
+        directions: Sequence[Direction],
+        nodes: Sequence[int],
         device: torch.device,
         run: Callable[[Choice], object],
     ) -> Choice:
@@ -121,7 +124,7 @@ class Tuner:
         run(options[0])
         serial_s = _seconds(run, options[0], device)
         seconds = self._slowest([[serial_s, wire_s, piece_s]], device)[0]
-        options = worth_timing(options, Seconds(*seconds), world=self._channel.world, gathers=gathers)
+        options = worth_timing(options, Seconds(*seconds), directions=directions, nodes=nodes)
         num_rounds = max(1, min(_MAX_ROUNDS, int(_BUDGET_S / (seconds[0] * len(options)))))
         for option in options[1:]:
             run(option)
@@ -203,7 +206,8 @@ def _cache_path(key: str) -> Path:
 def _read(path: Path) -> tuple[Choice, float] | None:
     try:
         entry = json.loads(path.read_text())
-        return Choice(**entry["choice"]), float(entry["mbit_per_s"])
+        choice = Choice(**entry["choice"])
+        return replace(choice, nodes=tuple(choice.nodes)), float(entry["mbit_per_s"])
     except (OSError, ValueError, TypeError, KeyError):
         # Absent, torn or of another version: not known.
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fusedcomm.comm.hierarchical import CHUNK_BYTES
@@ -21,12 +21,16 @@ METHODS = ("auto", "serial", "chunked", "fused")
 
 @dataclass(frozen=True)
 class Choice:
-    """A method, the chunks of the shard that nothing hides, how shards travel (`comm.ring`), the reason in words."""
+    """A method, the chunks of the shard that nothing hides, how rows travel (`comm.ring`), and the reason in words.
+
+    `nodes` are those of the ranks, for the direction `by_node`.
+    """
 
     method: Literal["serial", "chunked"]
     num_chunks: int
     reason: str
     direction: Direction = "pairs"
+    nodes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -144,15 +148,23 @@ def expected_s(num_chunks: int, seconds: Seconds, world: int) -> float:
     return max(gemm + num_pieces * seconds.piece, wire + last_chunk + seconds.piece)
 
 
-def worth_timing(options: Sequence[Choice], seconds: Seconds, *, world: int, gathers: bool) -> list[Choice]:
-    """Those of the `candidates` that may be the fastest, and for gathers the other directions with the best of them.
+def worth_timing(
+    options: Sequence[Choice], seconds: Seconds, *, directions: Sequence[Direction], nodes: Sequence[int]
+) -> list[Choice]:
+    """Those of the `candidates` that may be the fastest, and the other `directions` with the best of them.
 
-    Whether rows should go round the ring depends on which ranks share which links, which only timing tells.
+    Which direction is best depends on which ranks share which links, which only timing tells; but in a ring of two
+    there is one way, and going by `nodes`, one entry a rank, needs several with equally many ranks each.
     """
+    world = len(nodes)
     expected = {option: expected_s(option.num_chunks, seconds, world) for option in options[1:]}
     best = min(expected, key=expected.__getitem__)
     worth = [option for option in expected if expected[option] <= _WORTH * expected[best]]
-    # In a ring of two there is one way.
-    if gathers and world > 2:
-        worth += [Choice("chunked", best.num_chunks, "timed", direction) for direction in ("ring", "both_ways")]
+    for direction in directions:
+        if direction == "by_node":
+            counts = {nodes.count(node) for node in nodes}
+            if len(counts) == 1 and 1 < max(counts) < world:
+                worth.append(replace(best, direction=direction, nodes=tuple(nodes)))
+        elif world > 2:
+            worth.append(replace(best, direction=direction))
     return [options[0], *worth]
