@@ -84,12 +84,13 @@ class Op(Protocol):
     def make_case(self, spec: Spec, rank: int) -> Case: ...
 
 
-def normal(shape: Sequence[int], *key: int, scale: float = 1.0) -> Tensor:
+def normal(shape: Sequence[int], *key: int, scale: float = 1.0, device: torch.device | None = None) -> Tensor:
     """Normal numbers in fp32 that depend on `key` alone: every rank can draw what any other holds."""
     seed = 0
     for part in key:
         seed = seed * 1_000_003 + part + 1
-    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)) * scale
+    generator = torch.Generator(device or "cpu").manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator, device=device) * scale
 
 
 def world_group() -> ProcessGroup:

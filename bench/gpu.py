@@ -1,4 +1,4 @@
-"""`python -m fusedcomm.bench.gpu`: the kernels on the GPU at hand, one rank's view of eight.
+"""`python -m fusedcomm.bench.gpu`: the ops between the GPUs at hand, and the kernels on one, one rank's view of eight.
 
 Prints what a perfect tile schedule allows, proves that copies advance beside a kernel that spins, checks and times
 every shape within its share of the time, and writes bench/results/<gpu>.json and .md. The exit code is 1 where a result
@@ -7,14 +7,16 @@ is wrong, 2 where there is no GPU or it cannot be measured.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from fusedcomm.bench import gpu_ranks
 from fusedcomm.bench.errors import BenchError
 from fusedcomm.bench.gpu_device import Device, Gpu
 from fusedcomm.bench.gpu_link import prove_progress
@@ -35,37 +37,41 @@ _NUM_SMS = 132
 class Outcome:
     """What was measured, what was found wrong, and what there was no time for."""
 
-    rows: list[GpuRow]
-    wrong: list[str]
-    left_out: list[Shape]
+    rows: list[GpuRow] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    left_out: list[Shape] = field(default_factory=list)
 
 
 def run(
     device: Device,
     todo: Sequence[Shape],
+    outcome: Outcome,
     *,
     dtype: torch.dtype = torch.bfloat16,
     budget_s: float = BUDGET_S,
     clock: Callable[[], float] = time.monotonic,
-) -> Outcome:
-    """Measures the shapes in their order, each within an equal share of the time that is left."""
+) -> None:
+    """Measures the shapes in their order, each within an equal share of the time that is left, into `outcome`."""
     for as_graph in (False, True):
         prove_progress(device, device.configs(dtype.itemsize)[0], as_graph=as_graph)
     dtype_name = str(dtype).removeprefix("torch.")
     machine = f"{device.name}, {device.num_sms} SMs, torch {torch.__version__}"
     end_s = clock() + budget_s
-    outcome = Outcome([], [], [])
     for index, shape in enumerate(todo):
         now_s = clock()
         if now_s >= end_s:
             outcome.left_out.append(shape)
             continue
-        measured = measure(device, shape, dtype, clock=clock, deadline_s=now_s + (end_s - now_s) / (len(todo) - index))
+        deadline_s = now_s + (end_s - now_s) / (len(todo) - index)
+        try:
+            measured = measure(device, shape, dtype, clock=clock, deadline_s=deadline_s)
+        except BenchError as error:
+            outcome.wrong.append(str(error))
+            continue
         rows = rows_of(measured, dtype_name, machine)
         outcome.rows.extend(rows)
         outcome.wrong.extend(f"{shape}: {line}" for line in measured.wrong)
         print(_line(shape, rows), flush=True)
-    return outcome
 
 
 def bounds(todo: Sequence[Shape], num_sms: int) -> str:
@@ -114,6 +120,8 @@ def main() -> int:
         print(bounds(todo, _NUM_SMS))
         print("gpu: there is no CUDA GPU here: nothing was measured", file=sys.stderr)
         return 2
+    num_gpus = torch.cuda.device_count()
+    code = _run_ranks(num_gpus) if num_gpus > 1 else 0
     device = Gpu()
     print(f"What a perfect tile schedule hides on {device.num_sms} SMs, by wire / GEMM and chunks of a shard:\n")
     print(bounds(todo, device.num_sms), flush=True)
@@ -122,18 +130,28 @@ def main() -> int:
         "NCCL: not run, it refuses two ranks on one GPU.",
         flush=True,
     )
+    outcome = Outcome()
     try:
-        outcome = run(device, todo)
+        run(device, todo, outcome, budget_s=BUDGET_S - (gpu_ranks.BUDGET_S if num_gpus > 1 else 0.0))
     except BenchError as error:
         print(f"gpu: {error}", file=sys.stderr)
         return 2
+    finally:
+        # What is measured stays, whatever comes after it.
+        if outcome.rows:
+            print(f"written: {write(outcome, RESULTS, device.name)}")
     for shape in outcome.left_out:
         print(f"left out, no time: {shape}")
     print("\n".join(verdicts(outcome.rows)))
-    print(f"written: {write(outcome, RESULTS, device.name)}")
     for line in outcome.wrong:
         print(f"WRONG: {line}", file=sys.stderr)
-    return 1 if outcome.wrong else 0
+    return 1 if outcome.wrong else code
+
+
+def _run_ranks(num_gpus: int) -> int:
+    """The ops between all GPUs, one process on each; returns the exit code."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_gpus}"]
+    return subprocess.call([*launcher, "-m", "fusedcomm.bench.gpu_ranks"])
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from pathlib import Path
 
 # Asked of the GEMM from so many rows on.
 _ROWS_OF_ROOF = 2048
+# Less than this share of the communication is none.
+_NOTHING = 0.01
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def verdicts(rows: Sequence[GpuRow]) -> list[str]:
             _verdict(
                 "overlap efficiency >= 0.95 of the bound",
                 fused,
-                lambda row: None if row.efficiency is None or not row.bound else row.efficiency / row.bound,
+                _of_bound,
                 lambda ratio: ratio >= 0.95,
             ),
             _verdict("fused is never slower than serial", fused, lambda row: row.vs_serial, lambda ratio: ratio >= 1.0),
@@ -139,12 +141,11 @@ def _link_table(rows: Sequence[GpuRow]) -> str:
     for group in groups:
         methods = {row.method: row for row in group}
         serial, chunked, fused = (methods[name] for name in ("serial", "chunked", "fused"))
-        of_bound = fused.efficiency / fused.bound if fused.efficiency is not None and fused.bound else None
         cells = (
             *(fused.op, fused.model, _shape(fused), f"{fused.link:g}", f"{fused.wire_us:.0f}", _us(serial)),
             *(f"{_us(row)}, {_ratio(row.vs_serial)}" for row in (chunked, fused)),
             *(str(fused.pieces), f"{_ratio(chunked.efficiency)}, {_ratio(fused.efficiency)}"),
-            *(_ratio(fused.bound), _ratio(of_bound)),
+            *(_ratio(fused.bound), _ratio(_of_bound(fused))),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) if groups else ""
@@ -156,6 +157,13 @@ def _grouped(rows: Sequence[GpuRow]) -> list[list[GpuRow]]:
     for row in rows:
         found.setdefault((row.op, row.world, row.dtype, row.shape, row.link), []).append(row)
     return list(found.values())
+
+
+def _of_bound(row: GpuRow) -> float | None:
+    """Efficiency over its bound; None where nothing can hide, as in a GEMM of one wave."""
+    if row.efficiency is None or row.bound is None or row.bound < _NOTHING:
+        return None
+    return row.efficiency / row.bound
 
 
 def _shape(row: GpuRow) -> str:

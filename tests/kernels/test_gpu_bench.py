@@ -34,10 +34,16 @@ def _two_runs_in_a_graph():
         yield
 
 
+def measured(todo, **options) -> gpu.Outcome:
+    outcome = gpu.Outcome()
+    gpu.run(Host(), todo, outcome, dtype=torch.float16, **options)
+    return outcome
+
+
 @pytest.fixture(scope="module")
 def outcome() -> gpu.Outcome:
     ticks = itertools.count()
-    return gpu.run(Host(), TOYS, dtype=torch.float16, budget_s=1000.0, clock=lambda: float(next(ticks)))
+    return measured(TOYS, budget_s=1000.0, clock=lambda: float(next(ticks)))
 
 
 def test_the_whole_benchmark_checks_and_times_every_method(outcome):
@@ -69,20 +75,24 @@ def test_the_benchmark_writes_rows_and_tables(outcome, tmp_path):
 
 
 def test_what_there_is_no_time_for_is_named():
-    outcome = gpu.run(Host(), TOYS, dtype=torch.float16, budget_s=100.0, clock=itertools.count(0, 99).__next__)
+    outcome = measured(TOYS, budget_s=100.0, clock=itertools.count(0, 99).__next__)
     assert [row.op for row in outcome.rows[:1]] == ["all_gather_matmul"]
     assert outcome.left_out == TOYS[1:]
 
 
-def test_a_wrong_result_is_reported(monkeypatch):
+def test_a_wrong_result_is_reported_and_so_is_a_wait_in_vain(monkeypatch):
     def wrong(x, w, y, **_):
         y.zero_()
 
     monkeypatch.setattr(gpu_case, "gemm", wrong)
-    outcome = gpu.run(Host(), TOYS[:1], dtype=torch.float16, budget_s=0.1)
+    monkeypatch.setattr(gpu_measure, "LINKS", (1.0,))
+    outcome = measured(TOYS[:1], budget_s=0.1)
     assert [line.split(" misses")[0] for line in outcome.wrong] == [f"{TOYS[0]}: roof: y"]
     assert [row.method for row in outcome.rows if not row.checked] == ["roof"]
     assert "WRONG" in markdown(outcome.rows)
+    missing = Timeout("all_gather_matmul", rank=1, chunk=2, epoch=3)
+    monkeypatch.setattr(Signals, "timeout", lambda self: missing)
+    assert measured(TOYS[:1], budget_s=0.1).wrong == [f"{TOYS[0]}: a wait for {missing} was in vain"]
 
 
 @pytest.mark.parametrize("toy", TOYS, ids=lambda toy: toy.op)
@@ -156,13 +166,15 @@ def test_verdicts_hold_the_rows_to_the_targets():
         row(method="hook", overhead=0.031, op="matmul_reduce_scatter"),
         row(method="fused", link=1.0, efficiency=0.85, bound=0.88, vs_serial=1.5),
         row(method="fused", link=2.0, efficiency=0.4, bound=0.5, vs_serial=0.9),
+        # One wave: nothing can hide.
+        row(method="fused", link=2.0, efficiency=-0.1, bound=-1e-17, vs_serial=1.0),
     ]
     assert [line.split(" (")[0] for line in verdicts(rows)] == [
         "GEMM >= 0.95 of cuBLAS from 2048 rows: 1 of 2 shapes",
         "the wait hook costs <= 2%: 1 of 1 shapes",
         "the publish hook costs <= 3%: 1 of 2 shapes",
         "overlap efficiency >= 0.95 of the bound: 1 of 2 shapes",
-        "fused is never slower than serial: 1 of 2 shapes",
+        "fused is never slower than serial: 2 of 3 shapes",
     ]
     assert verdicts([]) == []
 
