@@ -92,6 +92,11 @@ def test_degrees_that_do_not_multiply_to_the_world_are_refused():
             "tensor_parallel.tp_sync: tp_sync='interleave' with checkpointing='selective'",
         ),
         (
+            {"train": {"activation_checkpointing": {"selective": [1]}, "offload": {"activations": "disk"}}},
+            "train.offload.activations: disk does not go with selective checkpointing",
+        ),
+        ({"train": {"offload": {"folder": "/x"}}}, "train.offload.folder: /x would stay empty"),
+        (
             {"train": {"activation_checkpointing": {"full": [0, 8]}}},
             "train.activation_checkpointing: full names layer 8; a model of 8 has 0..7",
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from fusedcomm.comm.pool import STAGING
 from fusedcomm.comm.record import recording
 from fusedcomm.errors import PeerError
 from fusedcomm.ops.wgrad import DeferWgrad
-from fusedcomm.parallel import SCHEDULES, Pipeline
+from fusedcomm.parallel import SCHEDULES, ActivationParking, DiskFolder, Pipeline, disk
 
 BYTES_PER_BORDER = 2 * MICRO_BATCHES * (ROWS // MICRO_BATCHES) * SEQUENCE * HIDDEN * 4
 
@@ -102,6 +103,28 @@ def test_gradients_are_torchs_to_the_bit_with_or_without_delays(schedule):
         # Hidden states there and gradients back, once each, over the borders between ranks.
         borders = {"gpipe": 1, "1f1b": 1, "zero_bubble": 1, "interleaved": 3}.get(schedule, 2)
         assert sum(sent for *_, sent in ours) == borders * BYTES_PER_BORDER
+
+
+def _parked(rank: int, world: int, schedule: str, folder: str) -> tuple[dict[str, Tensor | None], int]:
+    disk._MIN_BYTES = 1
+    parking = ActivationParking(DiskFolder(Path(folder)))
+    pipeline = make_pipeline(schedule, dist.group.WORLD, parking=parking)
+    try:
+        pipeline.train_step(**data(0), loss_fn=mean_loss)
+    finally:
+        disk._MIN_BYTES = 64 * 1024
+    return gradients_of(pipeline), parking.num_written_bytes
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
+def test_activations_on_disk_change_no_bit(schedule, tmp_path):
+    plain = run_ranks(2, _with_ours, schedule, False)
+    parked = run_ranks(2, _parked, schedule, str(tmp_path))
+    for (_, expected, _), (grads, _) in zip(plain, parked):
+        assert all(torch.equal(grad, expected[name]) for name, grad in grads.items())
+    # The last rank of 1F1B goes back at once, and writes nothing.
+    assert [written > 0 for _, written in parked] == [True, schedule != "1f1b"]
+    assert list(tmp_path.iterdir()) == []
 
 
 class Counting(Stage):

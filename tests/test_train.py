@@ -14,9 +14,10 @@ from test_verify import tiny
 
 from fusedcomm.train.checkpoint import latest_checkpoint
 from fusedcomm.train.config import parse_config
-from fusedcomm.train.loop import train
+from fusedcomm.train.data import open_data
+from fusedcomm.train.loop import mesh_of, train
 from fusedcomm.train.trace import trace
-from fusedcomm.train.trainer import _idle_shares
+from fusedcomm.train.trainer import Trainer, _idle_shares
 
 STEPS = 6
 
@@ -139,6 +140,27 @@ def test_a_step_can_be_drawn(tmp_path):
     assert {row["pid"] for row in rows} == {0, 1, 2, 3}
     assert {row["cat"] for row in rows if row["ph"] == "X"} == {"compute", "transfer", "wait", "stage"}
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def parked_bytes(rank, world, raw):
+    config = parse_config(raw)
+    mesh = mesh_of(config, torch.device("cpu"))
+    trainer = Trainer(config, mesh)
+    trainer.gradients(0, open_data(config).train.batch(0, mesh.dp_rank).pieces(1))
+    return trainer.pipeline._parking.num_written_bytes
+
+
+def test_a_run_with_activations_on_disk_is_the_one_without(tmp_path):
+    overrides = {"model__ffn_hidden": 512, "data__seq_len": 96, "train__activation_checkpointing": {"full": [1]}}
+    run(config(tmp_path / "memory", 2, 1, 2, **overrides))
+    on_disk = config(tmp_path / "disk", 2, 1, 2, train__offload={"activations": "disk"}, **overrides)
+    run(on_disk)
+    assert losses(tmp_path / "disk") == losses(tmp_path / "memory")
+    # No file of it is left.
+    kinds = [{path.name.partition(".")[0] for path in (tmp_path / name).iterdir()} for name in ("disk", "memory")]
+    assert kinds[0] == kinds[1]
+    # The last stage goes back at once.
+    assert [written > 0 for written in run_ranks(4, parked_bytes, on_disk)] == [True, True, False, False]
 
 
 def test_idle_is_what_was_waited_and_what_was_over_before_the_last_rank():

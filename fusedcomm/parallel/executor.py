@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fusedcomm.comm.pool import STAGING
 from fusedcomm.comm.record import span
 from fusedcomm.parallel.courier import Courier
+from fusedcomm.parallel.disk import ActivationParking, ParkedActivations
 from fusedcomm.parallel.table import Action, received_by
 from fusedcomm.parallel.wgrad import WgradQueue
 
@@ -37,6 +40,7 @@ class _Live:
     output: GradientEdge | None
     # Buffers of the pool that the graph and the weight gradients put off read.
     buffers: list[Tensor]
+    parked: ParkedActivations | None
     weight_gradients: Callable[[], None] | None = None
 
 
@@ -45,7 +49,8 @@ class Pass:
 
     Activations live from the forward of a micro-batch to the end of its backward. A stage's output itself is let go as
     soon as the next stage has it: backward starts at its place in the graph. What travels to a stage of another rank is
-    the `courier`'s; to one of this rank it is handed on.
+    the `courier`'s; to one of this rank it is handed on. With `parking` activations wait on disk, unless their backward
+    comes next, and are read ahead while the action before it runs.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class Pass:
         queues: Mapping[int, WgradQueue],
         last: int,
         courier: Courier | None,
+        parking: ActivationParking | None,
         shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
         micro_batches: Sequence[MicroBatch],
@@ -69,11 +75,18 @@ class Pass:
         self._here: dict[Action, Tensor] = {}
         self._outgoing: dict[Action, Tensor] = {}
         self._results: list[Tensor] = []
+        self._parking = parking
+        # Still to come, from the next one on.
+        self._backwards: deque[Action] = deque()
 
-    def run(self, actions: Iterable[Action]) -> list[Tensor]:
+    def run(self, actions: Sequence[Action]) -> list[Tensor]:
         """What `loss_fn` returned for each micro-batch, without its graph; nothing on ranks without the last stage."""
+        self._backwards.extend(action for action in actions if action.kind in ("B", "I"))
         try:
             for action in actions:
+                if self._backwards and action == self._backwards[0]:
+                    self._backwards.popleft()
+                self._read_ahead()
                 self._perform(action)
             if self._courier is not None:
                 self._courier.finish()
@@ -107,7 +120,9 @@ class Pass:
         x = part.inputs if stage == 0 else self._take(Action("RECV_F", stage, index), buffers)
         if stage > 0 and self._backward:
             x = x.detach().requires_grad_()
-        with span("stage", f"forward of micro-batch {index} at stage {stage}"):
+        parked = self._park(stage, index, x)
+        saving = nullcontext() if parked is None else parked.saving()
+        with span("stage", f"forward of micro-batch {index} at stage {stage}"), saving:
             output = _call(self._stages[stage], x, part)
             if stage == self._last:
                 output = self._loss_fn(output, part.labels)
@@ -116,7 +131,7 @@ class Pass:
                 self._check_hidden(stage, output, index)
         if self._backward:
             edge = get_gradient_edge(output) if output.requires_grad else None
-            self._live[stage, index] = _Live(x, edge, buffers)
+            self._live[stage, index] = _Live(x, edge, buffers, parked)
         if stage != self._last:
             self._hand_on(Action("SEND_F", stage, index), output.detach(), buffers)
         if not self._backward:
@@ -160,6 +175,19 @@ class Pass:
             self._here[receive] = tensor
         else:
             self._outgoing[send] = tensor
+
+    def _park(self, stage: int, index: int, x: Tensor) -> ParkedActivations | None:
+        is_next = bool(self._backwards) and self._backwards[0][1:] == (stage, index)
+        if self._parking is None or not self._backward or is_next:
+            return None
+        kept = (x, *self._stages[stage].parameters(), *self._stages[stage].buffers())
+        return self._parking.open({tensor.untyped_storage().data_ptr() for tensor in kept})
+
+    def _read_ahead(self) -> None:
+        if self._backwards:
+            live = self._live.get(self._backwards[0][1:])
+            if live is not None and live.parked is not None:
+                live.parked.fetch()
 
     def _check_hidden(self, stage: int, output: Tensor, index: int) -> None:
         # gloo would fill part of the receiver's buffer and say nothing.

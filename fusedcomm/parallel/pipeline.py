@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from fusedcomm.comm.channel import channel_of
 from fusedcomm.ops.wgrad import DeferWgrad
 from fusedcomm.parallel.courier import Courier
+from fusedcomm.parallel.disk import ActivationParking
 from fusedcomm.parallel.executor import LossFunction, MicroBatch, Pass
 from fusedcomm.parallel.schedule import SCHEDULES, split_layers, stage_to_rank, stages_on_each_rank
 from fusedcomm.parallel.table import Action, build_table, forward_only, simulate
@@ -41,7 +42,8 @@ class Pipeline:
     `defer_wgrad` are computed when the schedule has time for them, each once. A group of one, or None, is a plain loop
     over micro-batches.
 
-    A stage must not keep its input beyond backward: its memory is used again.
+    A stage must not keep its input beyond backward: its memory is used again. With `parking`, activations that wait for
+    their backward do so on disk.
 
     Gradients add up over micro-batches and calls, and nothing is averaged: `loss_fn` divides by the global
     number of tokens. Put off gradients go to `param.grad`, or to `GradientBuckets` after `accumulate_into`.
@@ -74,6 +76,7 @@ class Pipeline:
         first_cost: float = 0.0,
         last_cost: float = 0.0,
         split: Sequence[int] | None = None,
+        parking: ActivationParking | None = None,
     ) -> None:
         self._group = group if group is not None and group.size() > 1 else None
         pp, rank = (1, 0) if self._group is None else (self._group.size(), self._group.rank())
@@ -93,6 +96,7 @@ class Pipeline:
         self._schedule = schedule
         self._input_like, self._hidden_like, self._batch_dim = input_like, hidden_like.to("meta"), batch_dim
         self._device = torch.device(device)
+        self._parking = parking
         self._queues: dict[int, WgradQueue] = {}
         self.stages: dict[int, nn.Module] = {}
         for stage, owner in enumerate(self.rank_of_stage):
@@ -206,6 +210,7 @@ class Pipeline:
             queues=self._queues,
             last=self._last,
             courier=courier,
+            parking=self._parking,
             shapes=shapes,
             dtype=like.dtype,
             micro_batches=batch,

@@ -171,6 +171,15 @@ class CheckpointingConfig(_Section):
         return whole(self) if any(self.listed.values()) else self.others
 
 
+class OffloadConfig(_Section):
+    """What lies in files, on the disk of the rank's machine, while it is not used; for CPU ranks."""
+
+    # What forward saves for backward.
+    activations: Literal["none", "disk"] = "none"
+    # null: train.output_dir.
+    folder: str | None = None
+
+
 class TrainConfig(_Section):
     """How it is learned: `global_batch` samples a step over all data-parallel ranks, cut into `accumulation` passes."""
 
@@ -190,6 +199,7 @@ class TrainConfig(_Section):
     activation_checkpointing: Annotated[
         CheckpointingConfig, BeforeValidator(lambda given: {"others": given} if isinstance(given, str) else given)
     ] = CheckpointingConfig()
+    offload: OffloadConfig = OffloadConfig()
     # null: at the end only.
     eval_every: Count | None = None
     # Passes of global_batch / accumulation samples; null: the whole validation part.

@@ -208,8 +208,22 @@ def _training_problems(config: Config) -> Iterator[str]:
         yield f"train.warmup_steps: {train.warmup_steps} exceeds train.steps {train.steps}; warm up for fewer steps"
     if train.precision != "fp16" and "loss_scale" in train.model_fields_set:
         yield f"train.loss_scale: {train.precision} needs none; remove it or set train.precision: fp16"
+    if train.offload.activations == "disk" and "selective" in {*_checkpointing(config)}:
+        yield (
+            "train.offload.activations: disk does not go with selective checkpointing, which keeps the GEMMs' outputs "
+            "itself, out of reach; use full or none"
+        )
+    if train.offload.folder is not None and train.offload.activations == "none":
+        yield f"train.offload.folder: {train.offload.folder} would stay empty; set train.offload.activations: disk"
     if train.loss_scale.initial != 2.0 ** round(math.log2(train.loss_scale.initial)):
         yield f"train.loss_scale.initial: {train.loss_scale.initial:g} is no power of two, so scaling rounds; use one"
+
+
+def _checkpointing(config: Config) -> Iterator[str]:
+    """Every word that is used, of layers that there are or not."""
+    given = config.train.activation_checkpointing
+    yield given.others
+    yield from (mode for mode, layers in given.listed.items() if layers)
 
 
 def _detail(error: ValueError) -> str:

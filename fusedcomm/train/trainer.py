@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.nn import TensorParallel, Transformer, layer_flops, vocab_parallel_cross_entropy, vocab_parallel_hits
 from fusedcomm.ops.wgrad import DeferWgrad
 from fusedcomm.parallel import (
+    ActivationParking,
+    DiskFolder,
     GradientBuckets,
     LossScale,
     Optimizer,
@@ -73,6 +76,7 @@ class Trainer:
             device=mesh.device,
             schedule=parallel.pipeline_parallel.schedule,
             stages_per_rank=parallel.pipeline_parallel.stages_per_rank,
+            parking=self._parking(),
         )
         self.idle = [0.0] * mesh.pp
         self.params = dict(self.pipeline.named_parameters())
@@ -169,6 +173,17 @@ class Trainer:
             device=self.mesh.device,
             dtype=self.dtype,
         )
+
+    def _parking(self) -> ActivationParking | None:
+        offload = self.config.train.offload
+        if offload.activations == "none":
+            return None
+        if self.mesh.device.type != "cpu":
+            raise ValueError(
+                f"train.offload.activations: disk is for CPU ranks, and this one computes on {self.mesh.device.type}; "
+                "use none, and train.activation_checkpointing"
+            )
+        return ActivationParking(DiskFolder(Path(offload.folder or self.config.train.output_dir)))
 
     def _tie(self) -> TiedWeights | None:
         if not self.shape.tied_embeddings or self.mesh.pp == 1:

@@ -1,0 +1,141 @@
+"""What waits on disk comes back bit for bit, leaves no file behind, and a disk that cannot take it is named."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fusedcomm.parallel import disk
+from fusedcomm.parallel.disk import ActivationParking, DiskFolder
+
+
+@pytest.fixture(autouse=True)
+def _park_everything(monkeypatch):
+    monkeypatch.setattr(disk, "_MIN_BYTES", 1)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.nn.functional.silu(self.first(x.t().t() * 1.5)))
+
+
+def gradients(parking: ActivationParking | None, *, fetch: bool = True) -> list[Tensor]:
+    """Four forwards, then their backwards, the last first."""
+    torch.manual_seed(0)
+    blocks = nn.Sequential(Block(), Block(), Block())
+    kept = {param.untyped_storage().data_ptr() for param in blocks.parameters()}
+    waiting = []
+    for index in range(4):
+        x = torch.randn(33, 64).requires_grad_()
+        if parking is None:
+            waiting.append((x, blocks(x).square().sum(), None))
+            continue
+        parked = parking.open(kept)
+        with parked.saving():
+            waiting.append((x, blocks(x).square().sum(), parked))
+        if index == 1:
+            # Until all is written: then backward reads it from the files.
+            parking._worker.submit(lambda: None).wait()
+    found = []
+    while waiting:
+        x, loss, parked = waiting.pop()
+        if fetch and waiting and waiting[-1][2] is not None:
+            waiting[-1][2].fetch()
+        loss.backward()
+        found.append(x.grad)
+    return [*found, *(param.grad for param in blocks.parameters())]
+
+
+@pytest.mark.parametrize("fetch", [True, False])
+def test_parked_activations_give_the_same_gradients_to_the_bit(tmp_path, fetch):
+    expected = gradients(None)
+    folder = DiskFolder(tmp_path / "new")
+    parking = ActivationParking(folder)
+    sizes = []
+    for _ in range(3):
+        for ours, plain in zip(gradients(parking, fetch=fetch), expected):
+            assert torch.equal(ours, plain)
+        sizes.append(folder.num_bytes)
+    assert parking.num_written_bytes > 3 * 2 * 33 * 64 * 4
+    # Files are used again.
+    parking._worker.submit(lambda: None).wait()
+    assert sizes[2] <= 2 * sizes[0]
+    assert list(tmp_path.rglob("*")) == [tmp_path / "new"]
+
+
+def test_parked_activations_leave_memory_and_given_up_ones_their_files(tmp_path):
+    parking = ActivationParking(DiskFolder(tmp_path))
+    parked = parking.open(())
+    x = torch.randn(100, 100)
+    with parked.saving():
+        y = x.clone().requires_grad_().exp()
+    reference = weakref.ref(y)
+    loss = y.sum()
+    parking._worker.submit(lambda: None).wait()
+    saved = [ref() for ref in parked._saved]
+    assert len(saved) == 1
+    assert saved[0].tensor is None
+    free = saved[0].free
+    del y, loss, saved
+    assert reference() is None
+    assert len(free) == 1
+
+
+def test_what_is_modified_in_place_is_refused(tmp_path):
+    parking = ActivationParking(DiskFolder(tmp_path))
+    weight = torch.ones(50, requires_grad=True)
+    x = torch.randn(50)
+    before_it_is_written = threading.Event()
+    parking._worker.submit(before_it_is_written.wait)
+    with parking.open(()).saving():
+        loss = (x * weight).sum()
+        x.add_(1)
+    before_it_is_written.set()
+    with pytest.raises(RuntimeError, match=r"shape \[50\] .* modified in place"):
+        loss.backward()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"offload: .*file/below cannot take .*train\.offload\.folder"):
+        DiskFolder(tmp_path / "file" / "below")
+
+
+def test_a_full_disk_is_an_error_of_the_next_forward_or_backward(tmp_path, monkeypatch):
+    parking = ActivationParking(DiskFolder(tmp_path))
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"cannot take \d+ bytes more than the \d+ of this rank \(No space left"):
+        gradients(parking)
+
+
+_DYING = """
+import os, sys, torch
+from pathlib import Path
+from fusedcomm.parallel.disk import DiskFolder
+kept = DiskFolder(Path(sys.argv[1])).map(1 << 20)
+kept.bytes.fill_(1)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_nothing_is_left_of_a_killed_process(tmp_path):
+    result = subprocess.run([sys.executable, "-c", _DYING, str(tmp_path)], check=False, timeout=120)
+    assert result.returncode == -9
+    assert list(Path(tmp_path).iterdir()) == []
