@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import platform
-import socket
 import statistics
 import time
 import weakref
@@ -28,8 +27,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fusedcomm.comm.channel import Channel, channel_of
+from fusedcomm.comm.hierarchical import node_of_each_rank
 from fusedcomm.comm.ring import Direction
 from fusedcomm.tune.cost import Choice, Seconds, candidates, check_method, chunked, serial, worth_timing
+from fusedcomm.tune.links import measure_links
 
 _MAX_ROUNDS = 3
 # Fewer rounds, but at least one, where timing would take longer than this.
@@ -39,8 +40,6 @@ _PIECE_S = {"cpu": 0.3e-3, "cuda": 20e-6}
 _MEMORY_BYTES_PER_S = {"cpu": 5e9, "cuda": 1e12}
 # An overlapped candidate must be this much faster than serial: less is noise.
 _GAIN = 0.97
-_PROBE_BYTES = 1 << 19
-_PROBES = 8
 # What was timed on a link counts on one whose rate differs by less than this; a probe of a busy machine's loopback
 # interface is off by several times.
 _SAME_RATE = 10.0
@@ -94,12 +93,12 @@ class Tuner:
                 self._link = self._measure_link(device)
             wire_s = wire_bytes * 8e-6 / self._link.mbit_per_s
             piece_s = _PIECE_S[device.type] + weight_bytes / _MEMORY_BYTES_PER_S[device.type]
-            timed = partial(self._time, options, wire_s, piece_s, directions, self._link.hosts, device, run)
+            timed = partial(self._time, options, wire_s, piece_s, directions, self._link.nodes, device, run)
             self._known[key] = self._agree(key, self._link, timed)
         return self._known[key]
 
     def _agree(self, key: str, link: _Link, timed: Callable[[], Choice]) -> Choice:
-        path = _cache_path(f"{key}; hosts {link.hosts}")
+        path = _cache_path(f"{key}; hosts {link.nodes}")
         found: list[Any] = [None] * self._channel.world
         dist.all_gather_object(found, _read(path), group=self._channel.group)
         if found[0] is not None and all(other == found[0] for other in found):
@@ -144,32 +143,16 @@ class Tuner:
         return largest.tolist()
 
     def _measure_link(self, device: torch.device) -> _Link:
-        world, rank, group = self._channel.world, self._channel.rank, self._channel.group
-        out = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
-        into = torch.empty_like(out)
-        seconds = torch.zeros(_PROBES, dtype=torch.float64, device=device)
-        for attempt in range(_PROBES):
-            start_s = time.perf_counter()
-            transfers = [
-                dist.P2POp(dist.isend, out, group=group, group_peer=(rank + 1) % world),
-                dist.P2POp(dist.irecv, into, group=group, group_peer=(rank - 1) % world),
-            ]
-            for work in dist.batch_isend_irecv(transfers):
-                work.wait()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds[attempt] = time.perf_counter() - start_s
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
-        hosts: list[Any] = [None] * world
-        dist.all_gather_object(hosts, socket.gethostname(), group=group)
-        return _Link([hosts.index(host) for host in hosts], _PROBE_BYTES * 8e-6 / seconds.min().item())
+        group = self._channel.group
+        between = measure_links(group, None, group, device).across
+        return _Link(list(node_of_each_rank(group)), between.bytes_per_s * 8e-6)
 
 
 @dataclass(frozen=True)
 class _Link:
-    """Who shares a machine (each rank's first one on it), and the rate between neighbours."""
+    """The machine of each rank, and the rate between neighbours."""
 
-    hosts: list[int]
+    nodes: list[int]
     mbit_per_s: float
 
 
