@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from helpers import assert_as_accurate, run_ranks
 from torch import Tensor, nn
 
 from fusedcomm.comm.mesh import build_mesh
+from fusedcomm.comm.record import recording
 from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.nn import TensorParallel, Transformer, TransformerConfig, vocab_parallel_cross_entropy
 from fusedcomm.nn.config import layer_flops
@@ -62,7 +64,7 @@ def _one_process(rank: int, world: int, name: str, dtype: torch.dtype) -> dict[s
     return {"loss": loss.item(), "grads": grads, "norm": norm.item()}
 
 
-def _on_the_mesh(rank: int, world: int, name: str, schedule: str) -> dict[str, Any]:
+def _on_the_mesh(rank: int, world: int, name: str, schedule: str, micro_batches: int = MICRO_BATCHES) -> dict[str, Any]:
     warnings.simplefilter("error")
     mesh = build_mesh(pp=2, dp=1, tp=2, timeout_s=30)
     config = CONFIGS[name]
@@ -79,7 +81,7 @@ def _on_the_mesh(rank: int, world: int, name: str, schedule: str) -> dict[str, A
         first_cost=flops.embedding,
         last_cost=flops.head,
         group=mesh.pp_group,
-        micro_batches=MICRO_BATCHES,
+        micro_batches=micro_batches,
         input_like=torch.empty(1, SEQUENCE, dtype=torch.int64, device="meta"),
         hidden_like=torch.empty(rows, 1, config.hidden, device="meta"),
         batch_dim=1,
@@ -93,7 +95,8 @@ def _on_the_mesh(rank: int, world: int, name: str, schedule: str) -> dict[str, A
     buckets = GradientBuckets(named.items(), dp_group=mesh.dp_group, tp_group=mesh.tp_group)
     pipeline.accumulate_into(buckets.accumulate)
     optimizer = Optimizer(named.items(), mesh=mesh, clip_norm=None, counted_elsewhere=["output.weight"] if tied else [])
-    loss = pipeline.train_step(**data(), loss_fn=partial(mean_loss, group=mesh.tp_group))
+    with recording() as record:
+        loss = pipeline.train_step(**data(), loss_fn=partial(mean_loss, group=mesh.tp_group))
     buckets.finish()
     if tied is not None:
         tied.sum_gradients()
@@ -102,6 +105,8 @@ def _on_the_mesh(rank: int, world: int, name: str, schedule: str) -> dict[str, A
         "tp_rank": mesh.tp_rank,
         "grads": {name: (param.grad, layout_of(param).shard_dim) for name, param in named.items()},
         "norm": optimizer.step(0, lr=0.0).grad_norm,
+        "op_bytes": sum(event.num_bytes for event in record.events if "matmul" in event.name),
+        "op_calls": record.paths,
     }
 
 
@@ -130,3 +135,15 @@ def test_transformer_on_tp_and_pp_matches_one_process(name, schedule):
             assert_as_accurate(grad, whole, rough, name=name)
             seen.add(name)
     assert seen == set(exact["grads"])
+
+
+def test_a_split_backward_calls_and_sends_no_more_than_a_whole_one():
+    """A function that gives both gradients at once would do all of it twice: once for each half."""
+    totals = []
+    for schedule in ("1f1b", "zero_bubble", "zbv", "dualpipev"):
+        # Enough for DualPipeV.
+        ranks = run_ranks(4, _on_the_mesh, "llama", schedule, 4)
+        calls = sum((rank["op_calls"] for rank in ranks), Counter())
+        totals.append((sum(rank["op_bytes"] for rank in ranks), calls))
+    assert totals[0][0] > 0
+    assert all(total == totals[0] for total in totals)
