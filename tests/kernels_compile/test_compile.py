@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from fusedcomm.kernels.await_rows import await_rows_kernel
 from fusedcomm.kernels.config import ARCHITECTURES, CONFIGS, GemmConfig, fits
 from fusedcomm.kernels.machine_code import (
     GEMM_CASES,
@@ -18,11 +19,14 @@ from fusedcomm.kernels.machine_code import (
     Case,
     assembly,
     compile_case,
+    compile_kernel,
     compile_row,
     count,
     load_paths,
+    resources,
     shipped,
 )
+from fusedcomm.kernels.paced_copy import PIECE_BYTES, paced_copy_kernel
 from fusedcomm.kernels.row import Row
 
 CASES = {case.kernel: case for case in GEMM_CASES}
@@ -78,6 +82,24 @@ def test_reduce_runs_without_spilling(target):
     row = compile_row(REDUCE, None, "bf16", ARCHITECTURES[target])
     assert row.fits
     assert row.spill_bytes == 0
+
+
+@pytest.mark.parametrize("target", ARCHITECTURES)
+def test_copies_and_waits_need_few_registers(target):
+    arch = ARCHITECTURES[target]
+    pointers = {"source_ptr": "*bf16", "target_ptr": "*bf16"}
+    clock = {"CLOCK": arch.backend == "cuda"}
+    copy = compile_kernel(paced_copy_kernel, pointers, {"ELEMENTS": PIECE_BYTES // 2} | clock, arch, num_warps=8)
+    code = assembly(copy, arch)
+    registers, spill_bytes = resources(code, arch)
+    # Several programs share an SM, or they could not keep up with a link.
+    assert registers <= 64
+    assert spill_bytes == 0
+    if arch.backend == "cuda":
+        assert count(code, r"LDG\.E\.128") == count(code, r"STG\.E\.128") == PIECE_BYTES // (8 * 32 * 16)
+    words = dict.fromkeys(("flags_ptr", "epoch_ptr", "status_ptr"), "*i32") | {"chunk_starts_ptr": "*i64"}
+    wait = compile_kernel(await_rows_kernel, words, {"MAX_CHUNKS": 8} | clock, arch, num_warps=1)
+    assert resources(assembly(wait, arch), arch)[1] == 0
 
 
 def test_products_of_sm_90_overlap_with_the_loads_of_the_next_steps():
