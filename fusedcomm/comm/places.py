@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -19,6 +22,11 @@ from fusedcomm.kernels.paced_copy import paced_copy
 # Enough for more than the fastest link between GPUs brings.
 COPY_SMS = 16
 PROGRAMS_PER_SM = 4
+# Of one GPU.
+_MAX_RANKS = 8
+# Queues between the host and the GPU, as many as there can be. Streams that share one wait for each other's kernels.
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_NUM_QUEUES = 32
 
 Result = TypeVar("Result")
 # A point on a stream that other streams can wait for.
@@ -70,16 +78,23 @@ class Streams:
 
     def __init__(self, world: int, device: torch.device, gbyte_per_s: float, timeout_s: float) -> None:
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        if num_sms - COPY_SMS < world:
-            raise ValueError(f"simulated: {world} ranks on {num_sms} SMs, {COPY_SMS} of which copy; use fewer ranks")
+        if world > min(_MAX_RANKS, num_sms - COPY_SMS):
+            raise ValueError(
+                f"simulated: {world} ranks on a GPU of {num_sms} SMs, {COPY_SMS} of which copy; at most {_MAX_RANKS}, "
+                "one on each SM that is left"
+            )
+        if os.environ.get(_QUEUES) != str(_NUM_QUEUES):
+            raise ValueError(
+                f"simulated: {_QUEUES}={os.environ.get(_QUEUES)}; set it to {_NUM_QUEUES} before CUDA is first used, "
+                "or ranks wait for each other's kernels"
+            )
         self.communication_sms = num_sms - (num_sms - COPY_SMS) // world
         self.timeout_us = round(timeout_s * 1e6)
         self._gbyte_per_s = gbyte_per_s
         self._num_copy_programs = max(1, PROGRAMS_PER_SM * COPY_SMS // world)
         self._one_row = torch.tensor([0, 1], device=device)
-        self._compute = [torch.cuda.Stream(device) for _ in range(world)]
-        # High priority: copies must not queue behind kernels that wait for them.
-        self._copy = [torch.cuda.Stream(device, priority=-1) for _ in range(world)]
+        streams = _own_streams(device)
+        self._compute, self._copy = streams[:world], streams[_MAX_RANKS:][:world]
 
     def run(self, tasks: Sequence[Callable[[], Result]]) -> list[Result]:
         begin = self.mark()
@@ -129,6 +144,20 @@ class Streams:
             if (timeout := read_status(status)) is not None:
                 what = f"virtual rank {rank} waited in vain for chunk {timeout.chunk} of epoch {timeout.epoch}"
                 raise PeerError(timeout.op, timeout.rank, timeout.chunk, f"{what}, {self.timeout_us / 1e6:g} s")
+
+
+@cache
+def _own_streams(device: torch.device) -> list[torch.cuda.ExternalStream]:
+    """Two streams for each rank, made in one go: so no two of them share a queue, as streams of torch's pool may."""
+    streams = []
+    runtime: Any = torch.cuda.cudart()
+    with torch.cuda.device(device):
+        for _ in range(2 * _MAX_RANKS):
+            handle = ctypes.c_void_p()
+            torch.cuda.check_error(runtime.cudaStreamCreate(ctypes.addressof(handle)))
+            assert handle.value is not None
+            streams.append(torch.cuda.ExternalStream(handle.value, device))
+    return streams
 
 
 class InTurns:

@@ -16,13 +16,13 @@ from fusedcomm.kernels.await_rows import await_rows
 from fusedcomm.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from fusedcomm.kernels.reduce import reduce
 
-DTYPE = torch.float16
+DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
 # Two calls of a buffer later, epochs have crossed 2^31 and so changed their sign.
 NEAR_WRAP = 2**31 - 2
 NUM_CALLS = 3 if INTERPRETED else 7
 SIZES = [(37,), (37, 40), (20, 0, 64, 1)]
 if not INTERPRETED:
-    SIZES = [(900,), (700, 411), (300, 0, 517, 130), (260,) * 8, (513, 100, 0, 777, 64, 128, 300, 1)]
+    SIZES = [(900,), (700, 411), (300, 0, 517, 130), (257,) * 8, (513, 100, 0, 777, 64, 128, 300, 1)]
 FEATURES, COLUMNS = (24, 20) if INTERPRETED else (192, 1500)
 
 
