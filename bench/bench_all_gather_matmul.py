@@ -12,6 +12,7 @@ from fusedcomm.ops import all_gather, all_gather_matmul
 
 METHODS = ("torch", "serial", "chunked", "auto")
 # What torch.compile and async-TP start from.
+TORCH_METHOD = "torch"
 EXTRA_METHODS = ("functional",)
 
 

@@ -21,6 +21,7 @@ from fusedcomm.tune.links import measure_links
 
 # `torch` is the ring.
 METHODS = ("torch", "tree", "hierarchical", "auto")
+TORCH_METHOD = "torch"
 EXTRA_METHODS = ()
 _TIMEOUT_S = 600.0
 

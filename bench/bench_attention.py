@@ -21,6 +21,7 @@ from fusedcomm.bench.block import METHODS as METHODS
 from fusedcomm.bench.block import Block, DTensorNorm, linear_of
 from fusedcomm.bench.case import Case, Spec, check_divides
 
+TORCH_METHOD = "torch"
 EXTRA_METHODS: tuple[str, ...] = ()
 _HEAD_DIM = 64
 

@@ -1,6 +1,8 @@
-"""Data parallelism: backward of 8 linear layers ([N, K] and [K, N] in turn) whose gradients are summed over the ranks.
+"""Data parallelism: training steps of 8 linear layers ([N, K] and [K, N] in turn), gradients summed over the ranks.
 
-Forward is not timed. Each rank has M rows of its own.
+Each rank has M rows of its own. A run is two steps of forward and backward, one after the other, in the steady state:
+with `backward+forward` what one step leaves to travel does so in the next one's forward, and a step before the first
+one timed leaves as much as the last one does. No weight changes, so every step has the same gradients.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.bench.case import Case, Method, Results, Spec, normal
-from fusedcomm.parallel import GradientBuckets
+from fusedcomm.parallel import GradientBuckets, main_grad_of
 
-# `chunked` is ours with buckets of 4 MB, `auto` with the default of 25; `ddp` has torch's defaults.
-METHODS = ("torch", "ddp", "ddp_best", "serial", "chunked", "auto")
+# `ddp` has torch's defaults; `serial` sums when backward is over.
+METHODS = ("ddp", "ddp_best", "serial", "backward", "backward+forward")
 EXTRA_METHODS: tuple[str, ...] = ()
+TORCH_METHOD = "ddp_best"
 _NUM_LAYERS = 8
-_BUCKET_MB = {"serial": 25.0, "chunked": 4.0, "auto": 25.0}
+_NUM_STEPS = 2
 # `ddp_best` takes the best of these.
 _DDP_CAPS_MB = (1, 2, 4, 8, 16)
 
@@ -40,79 +43,94 @@ def make_case(spec: Spec, rank: int) -> Case:
 
 class _Gradients:
     def __init__(self, spec: Spec, rank: int) -> None:
-        self._spec, self._rank = spec, rank
-        total = sum(param.nbytes for param in self._model(spec.dtype).parameters())
-        self.min_bytes = 2 * (spec.world - 1) * total // spec.world
+        self._spec = spec
+        self._x, self._dy = _inputs(spec, rank)
+        # fp32 sums, whatever the dtype.
+        self._num_params = sum(param.numel() for param in self._model().parameters())
+        self.min_bytes = _NUM_STEPS * 2 * (spec.world - 1) * self._num_params * 4 // spec.world
 
     def open(self, name: str) -> Method:
-        model = self._model(self._spec.dtype)
         if name == "compute":
-            return _backward_then(self._spec, self._rank, model, None)
-        if name in ("transfer", "torch"):
-            return self._open_torch(model, transfers_only=name == "transfer")
+            model = self._model()
+            return Method(lambda: self._steps(model, model.zero_grad) or {})
+        if name == "transfer":
+            # Zeros, which stay so however often they are added up.
+            flat = torch.zeros(self._num_params)
+            return Method(lambda: _sums(flat))
         if name == "ddp":
             return self._open_ddp(None)
-        if name == "ddp_best":
-            return self._open_best_ddp()
-        return self._open_ours(model, name)
+        return self._open_best_ddp() if name == "ddp_best" else self._open_ours(name)
 
     def reference(self, dtype: torch.dtype) -> Results:
-        model = self._model(self._spec.dtype).to(dtype)
+        model = self._model().to(dtype)
         for rank in range(self._spec.world):
             x, dy = (tensor.to(dtype) for tensor in _inputs(self._spec, rank))
             model(x).backward(dy)
         return _grads(model)
 
-    def _model(self, dtype: torch.dtype) -> nn.Module:
+    def _model(self) -> nn.Sequential:
         spec = self._spec
         shapes = [(spec.n, spec.k), (spec.k, spec.n)] * (_NUM_LAYERS // 2)
         weights = (normal(shape, 2, index, scale=shape[1] ** -0.5) for index, shape in enumerate(shapes))
-        return _Layers([weight.to(dtype) for weight in weights])
+        return nn.Sequential(*(_Layer(weight.to(spec.dtype)) for weight in weights))
 
-    def _open_torch(self, model: nn.Module, *, transfers_only: bool) -> Method:
-        flat = torch.cat([param.detach().flatten() for param in model.parameters()])
+    def _steps(
+        self,
+        model: nn.Module,
+        before: Callable[[], None],
+        after: Callable[[], None] | None = None,
+        *,
+        count: int = _NUM_STEPS,
+        scale: float = 1.0,
+    ) -> None:
+        for _ in range(count):
+            before()
+            model(self._x).backward(self._dy * scale)
+            if after is not None:
+                after()
 
-        def reduce() -> None:
-            torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None], out=flat)
-            dist.all_reduce(flat)
-            parts = flat.split([param.numel() for param in model.parameters()])
-            for param, part in zip(model.parameters(), parts):
-                param.grad = part.view(param.shape)
+    def _open_ours(self, name: str) -> Method:
+        model = self._model()
+        in_forward = name == "backward+forward"
+        buckets = GradientBuckets(
+            model.named_parameters(), dp_group=dist.group.WORLD, layers=model if in_forward else ()
+        )
 
-        if transfers_only:
-            # Zeros, which stay so however often they are added up.
-            flat.zero_()
-            return Method(lambda: {"flat": _reduced(flat)})
-        return _backward_then(self._spec, self._rank, model, reduce)
-
-    def _open_ours(self, model: nn.Module, name: str) -> Method:
-        buckets = GradientBuckets(model.named_parameters(), dp_group=dist.group.WORLD, bucket_mb=_BUCKET_MB[name])
-        x, dy = _inputs(self._spec, self._rank)
-        output: list[Tensor] = []
-
-        def prepare() -> None:
+        def before() -> None:
             buckets.zero()
             if name == "serial":
-                # A step that counts sends nothing before finish().
+                # A step that counts sends nothing before its end.
                 buckets.count_again()
-            output[:] = [model(x)]
+
+        def after() -> None:
+            if in_forward:
+                buckets.finish_later(lambda names: None)
+            else:
+                buckets.finish()
 
         def run() -> Results:
-            output[0].backward(dy)
-            buckets.finish()
-            return _grads(model)
+            self._steps(model, before, after)
+            grads = {name: main_grad_of(param) for name, param in model.named_parameters()}
+            return {name: grad for name, grad in grads.items() if grad is not None}
 
-        # The first step counts contributions; later ones overlap.
-        prepare()
-        run()
-        return Method(run, prepare, note=f"buckets of {_BUCKET_MB[name]:g} MB")
+        # The first step counts and measures; later ones overlap.
+        self._steps(model, before, after, count=2)
+        buckets.settle()
+        if not in_forward:
+            return Method(run)
+        return Method(run, lambda: self._steps(model, before, after, count=1), finish=buckets.settle)
 
     def _open_ddp(self, cap_mb: float | None) -> Method:
-        model = DistributedDataParallel(self._model(self._spec.dtype), bucket_cap_mb=cap_mb)
+        model = DistributedDataParallel(self._model(), bucket_cap_mb=cap_mb)
         # Averages over the ranks, where the others add.
-        method = _backward_then(self._spec, self._rank, model, None, scale=self._spec.world)
+        scale = float(self._spec.world)
         note = "bucket_cap_mb by default" if cap_mb is None else f"bucket_cap_mb={cap_mb:g}, the best of {_DDP_CAPS_MB}"
-        return Method(method.run, method.prepare, note)
+
+        def run() -> Results:
+            self._steps(model, model.zero_grad, scale=scale)
+            return _grads(model)
+
+        return Method(run, note=note)
 
     def _open_best_ddp(self) -> Method:
         found: list[tuple[float, int]] = []
@@ -126,15 +144,13 @@ class _Gradients:
         return self._open_ddp(min(found)[1])
 
 
-class _Layers(nn.Module):
-    def __init__(self, weights: list[Tensor]) -> None:
+class _Layer(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(weight) for weight in weights])
+        self.weight = nn.Parameter(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        for weight in self.weights:
-            x = F.relu(F.linear(x, weight))
-        return x
+        return F.relu(F.linear(x, self.weight))
 
 
 def _inputs(spec: Spec, rank: int) -> tuple[Tensor, Tensor]:
@@ -142,38 +158,17 @@ def _inputs(spec: Spec, rank: int) -> tuple[Tensor, Tensor]:
     return x, dy
 
 
-def _backward_then(
-    spec: Spec, rank: int, model: nn.Module, finish: Callable[[], None] | None, scale: float = 1.0
-) -> Method:
-    x, dy = _inputs(spec, rank)
-    dy = dy * scale
-    output: list[Tensor] = []
-
-    def prepare() -> None:
-        model.zero_grad()
-        output[:] = [model(x)]
-
-    def run() -> Results:
-        output[0].backward(dy)
-        if finish is not None:
-            finish()
-        return _grads(model)
-
-    return Method(run, prepare)
-
-
 def _time_s(method: Method) -> float:
-    if method.prepare is not None:
-        method.prepare()
     dist.barrier()
     begin_s = time.perf_counter()
     method.run()
     return time.perf_counter() - begin_s
 
 
-def _reduced(flat: Tensor) -> Tensor:
-    dist.all_reduce(flat)
-    return flat
+def _sums(flat: Tensor) -> Results:
+    for _ in range(_NUM_STEPS):
+        dist.all_reduce(flat)
+    return {}
 
 
 def _grads(model: nn.Module) -> Results:

@@ -25,6 +25,7 @@ from fusedcomm.ops.begin import begin_all_gather_matmul, begin_matmul_reduce_sca
 
 # `interleave` computes the two halves of the rows in turns, as `tp_sync: interleave` does with those of a batch.
 METHODS = (*block.METHODS, "interleave")
+TORCH_METHOD = "torch"
 EXTRA_METHODS: tuple[str, ...] = ()
 
 

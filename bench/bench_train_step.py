@@ -24,6 +24,7 @@ from fusedcomm.train.data import Batch
 from fusedcomm.train.trainer import Trainer
 
 METHODS = ("torch", "serial", "chunked", "auto")
+TORCH_METHOD = "torch"
 EXTRA_METHODS: tuple[str, ...] = ()
 _HEAD_DIM = 64
 _NUM_LAYERS = 4

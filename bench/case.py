@@ -42,12 +42,16 @@ class Spec:
 
 @dataclass(frozen=True)
 class Method:
-    """One way to run the op on this rank. `prepare` goes before every `run`, on all ranks, and is not timed."""
+    """One way to run the op on this rank. `prepare` goes before every `run`, on all ranks, and is not timed.
+
+    `finish` goes after it, and is not timed either: results are complete, and the links idle, when it returns.
+    """
 
     run: Callable[[], Results]
     prepare: Callable[[], object] | None = None
     # What a reader must know about it.
     note: str = ""
+    finish: Callable[[], object] | None = None
 
 
 class Case(Protocol):
@@ -74,6 +78,8 @@ class Op(Protocol):
     # Timed unless the user chooses, and those that he may choose besides.
     METHODS: tuple[str, ...]
     EXTRA_METHODS: tuple[str, ...]
+    # The one of them that `vs_torch` compares with.
+    TORCH_METHOD: str
 
     def default_shape(self, world: int) -> tuple[int, int, int]: ...
 

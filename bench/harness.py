@@ -155,6 +155,7 @@ class _Clock:
         before = self._network.sent_bytes() if self._network else [0]
         seconds = self._ranks.run(_time, name, repeats, time.perf_counter() + _LEAD_S)
         after = self._network.sent_bytes() if self._network else [0]
+        self._ranks.run(_finish, name)
         num_bytes = max(end - start for start, end in zip(before, after))
         return max(seconds) / repeats, num_bytes // repeats
 
@@ -214,7 +215,7 @@ def _rows(
                 wire_s=wire_s,
                 of_ideal=max(gemm_s, wire_s) / lap.median_s,
                 vs_serial=_speed_up(laps, "serial", name),
-                vs_torch=_speed_up(laps, "torch", name),
+                vs_torch=_speed_up(laps, op_module(spec.op).TORCH_METHOD, name),
                 wire_bytes=None if gbps is None else round(statistics.median(lap.num_bytes)),
                 checked=not verdict.wrong,
                 note=verdict.note,
@@ -275,7 +276,9 @@ def _check(state: RankState, name: str) -> _Verdict:
         state.kept["exact"], state.kept["plain"] = case.reference(torch.float64), case.reference(spec.dtype)
     _prepare(state, name)
     method = _method(state, name)
-    wrong = complaints(method.run(), state.kept["exact"], state.kept["plain"])
+    results = method.run()
+    _finish(state, name)
+    wrong = complaints(results, state.kept["exact"], state.kept["plain"])
     path = last_path() if name in _OURS else None
     if path is None:
         return _Verdict(wrong, 1, method.note)
@@ -287,6 +290,12 @@ def _prepare(state: RankState, name: str) -> None:
     prepare = _method(state, name).prepare
     if prepare is not None:
         prepare()
+
+
+def _finish(state: RankState, name: str) -> None:
+    finish = _method(state, name).finish
+    if finish is not None:
+        finish()
 
 
 def _time(state: RankState, name: str, repeats: int, start_s: float) -> float:

@@ -220,6 +220,7 @@ def test_a_rank_that_fails_ends_the_others(task, words):
         ranks.run(task)
 
 
+METHODS_OF_GRADIENTS = ("ddp", "ddp_best", "serial", "backward", "backward+forward")
 _TINY = {
     "all_gather_matmul": "64,32,48",
     "matmul_reduce_scatter": "64,32,48",
@@ -240,11 +241,9 @@ def test_every_method_of_every_op_is_right(op, tmp_path, capsys):
     assert code == 0, capsys.readouterr().out
     rows = json.loads(path.read_text())
     methods = [row["method"] for row in rows]
-    assert {"torch", "auto"} | ({"tree", "hierarchical"} if op == "all_reduce" else {"serial", "chunked"}) <= set(
-        methods
-    )
+    needed = {"all_reduce": {"torch", "auto", "tree", "hierarchical"}, "gradients": {*METHODS_OF_GRADIENTS}}
+    assert needed.get(op, {"torch", "auto", "serial", "chunked"}) <= set(methods)
     assert ("dtensor" in methods) == (op in ("mlp", "attention"))
-    assert ("ddp_best" in methods) == (op == "gradients")
     for row in rows:
         assert (row["op"], row["world"], row["dtype"]) == (op, world, "fp32")
         assert row["checked"] is True

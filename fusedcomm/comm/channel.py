@@ -103,7 +103,7 @@ class Channel:
         self._check_all = os.environ.get("FUSEDCOMM_CHECKED", "0") == "1"
         self._unclaimed: list[object] = []
         if sys.platform == "linux" and "gloo" in dist.get_backend(group):
-            _calm_gloo()
+            calm_gloo()
 
     @property
     def group(self) -> ProcessGroup:
@@ -208,7 +208,7 @@ def wait_for(work: Work, op: str, peer: int, chunk: int, what: str) -> None:
         raise PeerError(op, peer, chunk, f"rank {peer} of the group {what}: {error}") from error
 
 
-def _calm_gloo() -> None:
+def calm_gloo() -> None:
     """Let gloo's own threads not preempt the thread that wakes them.
 
     On a core shared with the rank's other threads such a thread wakes up while its waker still holds the connection's

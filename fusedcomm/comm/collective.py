@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from fusedcomm.comm.channel import calm_gloo
 
 
 class Pending(Protocol):
@@ -39,3 +44,24 @@ class AllReduce:
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         assert work is not None, "this rank is in the group"
         return work
+
+
+_bulk_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def bulk_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
+    """A second group of the same ranks, whose transfers a thread may start; made once, by all of them together.
+
+    Collectives of one group meet in the order in which they are started. So those that a queue starts must not share a
+    group with those that computing starts in between.
+    """
+    found = _bulk_groups.get(group)
+    if found is None:
+        timeout = group._get_backend(device).options._timeout
+        ranks = dist.get_process_group_ranks(group)
+        made = dist.new_group(ranks, timeout=timeout, backend=dist.get_backend(group), use_local_synchronization=True)
+        assert isinstance(made, ProcessGroup), "this rank is in the group"
+        found = _bulk_groups[group] = made
+        if sys.platform == "linux" and "gloo" in dist.get_backend(made):
+            calm_gloo()
+    return found

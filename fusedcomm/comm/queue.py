@@ -108,8 +108,9 @@ class TransferQueue:
         self._worker: Worker | None = None
         self._working = False
         self._error: Exception | None = None
+        # When the first of the pieces under way started; what the step's have taken together.
         self._busy_since_s = 0.0
-        self.busy_s, self.busy_bytes = 0.0, 0
+        self._busy_s, self._busy_bytes = 0.0, 0
 
     def begin(self, order: Sequence[Piece], window_bytes: int) -> None:
         """Start a step. What a step that was given up on has under way is waited for, and the rest of it forgotten."""
@@ -120,7 +121,7 @@ class TransferQueue:
         with self._lock:
             self._order, self._window_bytes = order, window_bytes
             self._transfers = {}
-            self.busy_s, self.busy_bytes = 0.0, 0
+            self._busy_s, self._busy_bytes = 0.0, 0
 
     def submit(self, transfer: int, start: Callable[[Piece], Pending]) -> None:
         """Transfer number `transfer` is ready (on the current stream): let its pieces go when it is their turn."""
@@ -163,6 +164,12 @@ class TransferQueue:
             raise self._error
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate of this step so far, over the time in which anything was under way; 1 if nothing was."""
+        with self._lock:
+            return max(1.0, self._busy_bytes / self._busy_s) if self._busy_s else 1.0
 
     def _missing_before(self, transfer: int) -> int | None:
         last = max((place for place, piece in enumerate(self._order) if piece.transfer == transfer), default=-1)
@@ -235,9 +242,9 @@ class TransferQueue:
         note("transfer", self._name, flight.start_s, flight.piece.num_bytes)
         with self._lock:
             self._flights.popleft()
-            self.busy_bytes += flight.piece.num_bytes
+            self._busy_bytes += flight.piece.num_bytes
             if not self._flights:
-                self.busy_s += time.perf_counter() - self._busy_since_s
+                self._busy_s += time.perf_counter() - self._busy_since_s
             if error is not None:
                 self._fail(error)
             entry = self._transfers[flight.piece.transfer]

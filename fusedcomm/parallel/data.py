@@ -1,42 +1,38 @@
-"""Data parallelism: gradients in flat fp32 buckets, summed over the ranks while backward still runs."""
+"""Data parallelism: gradients in flat fp32 buckets, summed over the ranks while backward and forward still run."""
 
 from __future__ import annotations
 
-import hashlib
+import time
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fusedcomm.comm.collective import AllReduce, Collective, Pending, bulk_group
+from fusedcomm.comm.plan import Forecast, Pace, Piece, pace_of, plan
+from fusedcomm.comm.queue import TransferQueue
 from fusedcomm.comm.record import span
 from fusedcomm.nn.layout import claim_partial_grad, layout_of
+from fusedcomm.parallel.buckets import (
+    Bucket,
+    Slot,
+    Timing,
+    agree_on_order,
+    agree_on_timing,
+    check_same,
+    cut_into_buckets,
+    digest,
+    lay_out,
+)
 
-# Views start at multiples of 64 bytes, so that vector kernels never meet an unaligned gradient.
-_ALIGN = 16
-
-
-@dataclass(eq=False)
-class _Bucket:
-    flat: Tensor
-    slots: list[_Slot]
-    # Gradients whose last contribution of the step has not come in; the bucket travels at 0.
-    num_waiting: int = 0
-    launched: bool = False
-    work: dist.Work | None = None
-
-
-@dataclass(eq=False)
-class _Slot:
-    name: str
-    param: nn.Parameter
-    grad: Tensor
-    bucket: _Bucket
-    num_expected: int = 0
-    num_contributions: int = 0
+# While nothing has been measured.
+_FIRST_BUCKET_MB = 4.0
+# Steps from one agreement on rates and times to the next.
+_STEPS_BETWEEN_PLANS = 256
 
 
 class GradientBuckets:
@@ -48,16 +44,19 @@ class GradientBuckets:
         optimizer.step()
         buckets.zero()
 
-    Shapes per rank: `param.main_grad` is fp32, shaped as the parameter, a view into a flat bucket of about
-    `bucket_mb` MiB; buckets follow the reverse order of `named_params`, which should be the order of use.
+    Shapes per rank: `param.main_grad` is fp32, shaped as the parameter, a view into one flat buffer in the reverse
+    order of `named_params`, which should be the order of use. The buffer is cut into buckets of whole gradients.
 
     What travels when: backward adds each gradient to `main_grad` and frees `param.grad`. The first step
     counts how often each parameter contributes until `finish()` (micro-batches, modules used twice and
-    deferred weight gradients included). From the second step on a bucket is all-reduced over `dp_group` in
-    the background as soon as the last contribution to it and to every bucket before it is in: all ranks send
-    in one order. Parameters of which each tensor-parallel rank holds a part of the gradient
-    (`ParamLayout.partial_grad`) share one more bucket, which `finish()` sums over `tp_group` and `dp_group`.
-    A group of one, or None, sends nothing.
+    deferred weight gradients included) and measures when each is complete and what the link carries. From the second
+    step on a bucket is summed over `dp_group` in the background as soon as the last contribution to it is in, in the
+    order and the pieces of `comm.plan`, which the group agrees on after the first step and every 256th. Parameters of
+    which each tensor-parallel rank holds a part of the gradient (`ParamLayout.partial_grad`) share one more bucket,
+    which the end of the step sums over `tp_group` first. A group of one, or None, sends nothing.
+
+    Size: `bucket_mb` fixes that of buckets and pieces; None adapts both to rate and computing (`comm.plan.pace_of`).
+    `window_mb` fixes what may be under way; None is two pieces.
 
     It is a sum, not a mean: divide the loss by the global number of tokens (or samples).
 
@@ -66,10 +65,15 @@ class GradientBuckets:
     `fusedcomm.parallel.Optimizer`, which reads `main_grad`.) Then `zero()`, not `optimizer.zero_grad()`,
     prepares the next step.
 
+    With `finish_later(update)` in place of `finish()` the step ends at once: each of `layers` waits, in its next
+    forward, for the sums of its own parameters, and `update` is called on them first. `settle()` waits for all: whoever
+    reads parameters by other ways than the forward of a layer must call it.
+
     Errors: ValueError on all ranks of a group if they hold different parameters; RuntimeError for a gradient
-    that comes in after its bucket was sent, and in `finish()` for one that did not pass through the buckets.
+    that comes in after its bucket was sent or before its parameter was updated, and at the end of a step for one that
+    did not pass through the buckets.
     Source: counting contributions in the first step is Megatron-LM's, the buckets are PyTorch DDP's (Li et
-    al. 2020).
+    al. 2020), sums that arrive during the next forward ByteScheduler's (Peng et al. 2019).
     """
 
     def __init__(
@@ -78,7 +82,10 @@ class GradientBuckets:
         *,
         dp_group: ProcessGroup | None,
         tp_group: ProcessGroup | None = None,
-        bucket_mb: float = 25.0,
+        bucket_mb: float | None = None,
+        window_mb: float | None = None,
+        layers: Iterable[nn.Module] = (),
+        collective: Callable[[ProcessGroup], Collective] = AllReduce,
     ) -> None:
         named = [(name, param) for name, param in named_params if param.requires_grad]
         if len({id(param) for _, param in named}) < len(named):
@@ -88,25 +95,36 @@ class GradientBuckets:
             )
         self._dp_group = _unless_alone(dp_group)
         self._tp_group = _unless_alone(tp_group)
-        named = _agree_on_order(named[::-1], self._dp_group)
+        named = agree_on_order(named[::-1], self._dp_group)
         sums_over_tp = self._tp_group is not None
         merged = [pair for pair in named if sums_over_tp and layout_of(pair[1]).partial_grad]
         whole = [pair for pair in named if not (sums_over_tp and layout_of(pair[1]).partial_grad)]
-        _check_same(_digest(merged), self._tp_group, "tensor", "parameters with partial gradients")
+        check_same(digest(merged), self._tp_group, "tensor", "parameters with partial gradients")
+        for _, param in merged:
+            claim_partial_grad(param)
 
-        # `merged` is one bucket whatever its size: these parameters are vectors, and one latency beats many.
-        self._buckets = [_fill_bucket(group) for group in _cut(whole, int(bucket_mb * 2**20))]
-        self._merged = _fill_bucket(merged) if merged else None
-        if self._merged is not None:
-            for slot in self._merged.slots:
-                claim_partial_grad(slot.param)
-        self._slots: dict[Tensor, _Slot] = {slot.param: slot for bucket in self._all_buckets() for slot in bucket.slots}
-        for slot in self._slots.values():
+        self._flat, slots = lay_out([*whole, *merged])
+        self._slots: dict[Tensor, Slot] = {slot.param: slot for slot in slots}
+        self._num_whole = len(whole)
+        self._bucket_mb, self._window_mb = bucket_mb, window_mb
+        self._cut(int((bucket_mb or _FIRST_BUCKET_MB) * 2**20))
+        self._timing: Timing | None = None
+        if self._dp_group is not None:
+            self._collective = collective(bulk_group(self._dp_group, self._flat.device))
+            self._queue = TransferQueue("gradients", self._flat.device)
+        for slot in slots:
             slot.param.register_post_accumulate_grad_hook(self._collect)
+        self._in_forward = False
+        for layer in layers:
+            self._in_forward = True
+            own = [self._slots[param] for param in layer.parameters() if param in self._slots]
+            layer.register_forward_pre_hook(partial(self._before_forward, own))
         self._counted = False
         self._finished = False
-        self._num_launched = 0
+        self._num_steps = self._planned_after = 0
+        self._num_pending = 0
         self._named_without_gradient: set[str] = set()
+        self.zero()
 
     def accumulate(self, param: Tensor, grad: Tensor) -> None:
         """Add one contribution to `param.main_grad`: a deferred one, as autograd's come in by themselves."""
@@ -116,6 +134,8 @@ class GradientBuckets:
                 f"GradientBuckets: no bucket holds the parameter of shape {list(param.shape)}; "
                 "give every trained parameter to the constructor"
             )
+        if self._num_pending:
+            self._check_settled(slot)
         bucket = slot.bucket
         if bucket.launched:
             raise RuntimeError(
@@ -124,49 +144,55 @@ class GradientBuckets:
                 "count_again() before a step with more micro-batches or other uses of a module"
             )
         with torch.no_grad():
-            slot.grad.add_(grad)
+            # The first one overwrites what the step before left.
+            if slot.num_contributions == 0:
+                slot.grad.copy_(grad)
+            else:
+                slot.grad.add_(grad)
         slot.num_contributions += 1
+        slot.ready_s = time.perf_counter()
         if self._counted and slot.num_contributions == slot.num_expected:
             bucket.num_waiting -= 1
-            self._launch_ready()
+            if bucket.num_waiting == 0 and bucket is not self._merged:
+                self._launch(bucket)
 
     def finish(self, *, set_grad: bool = True) -> None:
         """Wait until every gradient is the sum over all ranks; every rank calls it once a step."""
-        if self._finished:
-            raise RuntimeError("GradientBuckets: finish() was called twice; call zero() after each optimizer step")
-        self._check_no_stray_gradient()
-        for bucket in self._buckets[self._num_launched :]:
-            self._launch(bucket)
-        if self._merged is not None:
-            with span("wait", "gradients_tp", self._merged.flat.nbytes):
-                dist.all_reduce(self._merged.flat, group=self._tp_group)
-            self._launch(self._merged)
-        for bucket in self._all_buckets():
-            if bucket.work is not None:
-                with span("wait", "gradients_dp", bucket.flat.nbytes):
-                    bucket.work.wait()
-                bucket.work = None
-        self._finished = True
-        self._learn_counts()
+        self._close()
+        for bucket in self._buckets:
+            self._wait(bucket)
         if set_grad:
             for slot in self._slots.values():
                 slot.param.grad = slot.grad.to(slot.param.dtype)
 
+    def finish_later(self, update: Callable[[list[str]], None]) -> None:
+        """End the step without waiting; `update(names)` is called when those sums are in, before they are needed.
+
+        Buckets of which a layer's forward needs a parameter are updated in that forward, others at the latest by
+        `settle()` or by the next step's first gradient.
+        """
+        self._close()
+
+        def apply(bucket: Bucket) -> None:
+            update([slot.name for slot in bucket.slots])
+
+        self._await_later(self._buckets, apply)
+
+    def settle(self) -> None:
+        """Return when nothing is pending: all sums are in, all parameters updated. Without `finish_later` it does
+        nothing.
+        """
+        for bucket in self._buckets:
+            self._settle(bucket)
+
     def zero(self) -> None:
-        """Prepare the next step: gradients are 0 and nothing has been sent."""
-        for bucket in self._all_buckets():
-            # A step that was given up on may still be travelling.
-            if bucket.work is not None:
-                bucket.work.wait()
-            bucket.work = None
-            bucket.launched = False
-            bucket.flat.zero_()
-            for slot in bucket.slots:
-                slot.num_contributions = 0
-                slot.param.grad = None
-            bucket.num_waiting = sum(slot.num_expected > 0 for slot in bucket.slots)
-        self._num_launched = 0
+        """Prepare the next step: what comes in next replaces the gradients. Pending updates stay so."""
+        for bucket in self._buckets:
+            if bucket.pending is None:
+                self._open(bucket)
         self._finished = False
+        if self._num_pending == 0:
+            self._begin()
 
     def count_again(self) -> None:
         """Let the next step count contributions anew: like the first, it sends nothing before `finish()`."""
@@ -174,11 +200,26 @@ class GradientBuckets:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all buckets on this rank: what one all-reduce of the step moves in."""
-        return sum(bucket.flat.nbytes for bucket in self._all_buckets())
+        """Bytes of all gradients on this rank: what one all-reduce of the step moves in."""
+        return self._flat.nbytes
 
-    def _all_buckets(self) -> list[_Bucket]:
-        return self._buckets if self._merged is None else [*self._buckets, self._merged]
+    @property
+    def slots(self) -> list[Slot]:
+        """Every gradient's name and place in the buffer, in its order."""
+        return list(self._slots.values())
+
+    def _cut(self, max_bytes: int) -> None:
+        slots = self.slots
+        self._buckets = self._cut_whole(slots[: self._num_whole], max_bytes)
+        # One bucket whatever its size: these parameters are vectors, and one latency beats many.
+        merged = cut_into_buckets(
+            self._flat, slots[self._num_whole :], self._flat.nbytes, first_index=len(self._buckets)
+        )
+        self._merged = merged[0] if merged else None
+        self._buckets += merged
+
+    def _cut_whole(self, slots: list[Slot], max_bytes: int) -> list[Bucket]:
+        return cut_into_buckets(self._flat, slots, max_bytes)
 
     def _collect(self, param: Tensor) -> None:
         grad, param.grad = param.grad, None
@@ -186,19 +227,116 @@ class GradientBuckets:
         if grad is not None:
             self.accumulate(param, grad)
 
-    def _launch_ready(self) -> None:
-        while self._num_launched < len(self._buckets):
-            bucket = self._buckets[self._num_launched]
-            if bucket.num_waiting > 0:
-                return
-            self._launch(bucket)
-
-    def _launch(self, bucket: _Bucket) -> None:
+    def _launch(self, bucket: Bucket) -> None:
         bucket.launched = True
-        if bucket is not self._merged:
-            self._num_launched += 1
+        for slot in bucket.slots:
+            # It still holds what the step before left.
+            if slot.num_contributions == 0:
+                slot.grad.zero_()
+        if bucket is self._merged:
+            with span("wait", "gradients_tp", bucket.flat.nbytes):
+                dist.all_reduce(bucket.flat, group=self._tp_group)
         if self._dp_group is not None:
-            bucket.work = dist.all_reduce(bucket.flat, group=self._dp_group, async_op=True)
+            self._queue.submit(bucket.index, partial(self._start_piece, bucket))
+
+    def _start_piece(self, bucket: Bucket, piece: Piece) -> Pending:
+        start, stop = piece.start // 4, piece.stop // 4
+        return self._collective.start(bucket.flat[start:stop], bucket.offset + start)
+
+    def _wait(self, bucket: Bucket) -> None:
+        if self._dp_group is not None:
+            with span("wait", "gradients_dp", bucket.flat.nbytes):
+                self._queue.wait(bucket.index)
+
+    def _close(self) -> None:
+        """The end of the step's last backward: launch what still waits."""
+        if self._finished:
+            raise RuntimeError("GradientBuckets: finish() was called twice; call zero() after each optimizer step")
+        self.settle()
+        self._check_no_stray_gradient()
+        for bucket in self._buckets:
+            if not bucket.launched:
+                self._launch(bucket)
+        self._finished = True
+        self._learn_counts()
+
+    def _await_later(self, buckets: list[Bucket], then: Callable[[Bucket], None]) -> None:
+        for bucket in buckets:
+            bucket.pending = then
+        self._num_pending = len(buckets)
+
+    def _before_forward(self, slots: list[Slot], *_: object) -> None:
+        for slot in slots:
+            if slot.forward_s is None:
+                slot.forward_s = time.perf_counter()
+            self._settle(slot.bucket)
+
+    def _settle(self, bucket: Bucket) -> None:
+        then = bucket.pending
+        if then is None:
+            return
+        self._wait(bucket)
+        then(bucket)
+        bucket.pending = None
+        self._num_pending -= 1
+        self._open(bucket)
+        if self._num_pending == 0:
+            self._begin()
+
+    def _check_settled(self, slot: Slot) -> None:
+        """The first gradient of a step: what is pending must belong to parameters that it did not use."""
+        if slot.bucket.pending is not None:
+            raise RuntimeError(
+                f"GradientBuckets: {slot.name} was used before its update of the step before; give the module whose "
+                "forward uses it to GradientBuckets(layers=...), or call settle() before the forward"
+            )
+        self.settle()
+
+    def _open(self, bucket: Bucket) -> None:
+        bucket.launched = False
+        for slot in bucket.slots:
+            slot.num_contributions = 0
+            slot.param.grad = None
+        bucket.num_waiting = sum(slot.num_expected > 0 for slot in bucket.slots)
+
+    def _begin(self) -> None:
+        """A new step's transfers, all those of the one before being over."""
+        if self._dp_group is None or not self._buckets:
+            return
+        if self._num_steps % _STEPS_BETWEEN_PLANS == 1 and self._planned_after < self._num_steps:
+            self._plan_anew(self._dp_group)
+        for slot in self._slots.values():
+            slot.forward_s = None
+        pace = self._pace()
+        # A step that counts launches everything at its end, in the order of the buffer.
+        timing = self._timing if self._counted else None
+        if timing is None:
+            forecasts = [Forecast(0.0, bucket.index, bucket.share_bytes) for bucket in self._buckets]
+        else:
+            place = {slot: index for index, slot in enumerate(self._slots.values())}
+            forecasts = timing.forecasts(self._buckets, place, in_forward=self._in_forward)
+        rate = timing.bytes_per_s if timing is not None else 1.0
+        order = plan(forecasts, bytes_per_s=rate, piece_bytes=pace.piece_bytes)
+        self._queue.begin(order, pace.window_bytes)
+
+    def _plan_anew(self, group: ProcessGroup) -> None:
+        self._planned_after = self._num_steps
+        bytes_per_s = self._queue.bytes_per_s
+        self._queue.begin([], 0)
+        self._timing = agree_on_timing(self.slots, bytes_per_s, group)
+        if self._bucket_mb is None:
+            self._cut(self._pace().piece_bytes)
+            for bucket in self._buckets:
+                self._open(bucket)
+
+    def _pace(self) -> Pace:
+        piece_bytes = int((self._bucket_mb or _FIRST_BUCKET_MB) * 2**20)
+        pace = Pace(piece_bytes, 2 * piece_bytes)
+        if self._bucket_mb is None and self._timing is not None:
+            pace = pace_of(self._timing.bytes_per_s, self._timing.gap_s)
+        if self._window_mb is not None:
+            pace = Pace(pace.piece_bytes, int(self._window_mb * 2**20))
+        return pace
 
     def _check_no_stray_gradient(self) -> None:
         for slot in self._slots.values():
@@ -209,6 +347,7 @@ class GradientBuckets:
                 )
 
     def _learn_counts(self) -> None:
+        self._num_steps += 1
         if not self._counted:
             for slot in self._slots.values():
                 slot.num_expected = slot.num_contributions
@@ -218,7 +357,7 @@ class GradientBuckets:
             self._named_without_gradient |= missing
             warnings.warn(
                 f"GradientBuckets: no gradient came in for {', '.join(new)}; it counts as zero",
-                stacklevel=3,
+                stacklevel=4,
             )
 
 
@@ -229,57 +368,3 @@ def main_grad_of(param: Tensor) -> Tensor | None:
 
 def _unless_alone(group: ProcessGroup | None) -> ProcessGroup | None:
     return group if group is not None and group.size() > 1 else None
-
-
-def _fill_bucket(named: list[tuple[str, nn.Parameter]]) -> _Bucket:
-    sizes = [-(-param.numel() // _ALIGN) * _ALIGN for _, param in named]
-    bucket = _Bucket(torch.zeros(sum(sizes), dtype=torch.float32, device=named[0][1].device), [])
-    for (name, param), piece in zip(named, bucket.flat.split(sizes)):
-        grad = piece[: param.numel()].view(param.shape)
-        param.main_grad = grad  # pyright: ignore[reportAttributeAccessIssue]
-        bucket.slots.append(_Slot(name, param, grad, bucket))
-    return bucket
-
-
-def _cut(named: list[tuple[str, nn.Parameter]], max_bytes: int) -> list[list[tuple[str, nn.Parameter]]]:
-    groups: list[list[tuple[str, nn.Parameter]]] = []
-    num_bytes = 0
-    for name, param in named:
-        if not groups or num_bytes + param.numel() * 4 > max_bytes:
-            groups.append([])
-            num_bytes = 0
-        groups[-1].append((name, param))
-        num_bytes += param.numel() * 4
-    return groups
-
-
-def _digest(named: list[tuple[str, nn.Parameter]]) -> str:
-    lines = [f"{name} {list(param.shape)} {param.dtype} {layout_of(param)}" for name, param in named]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _agree_on_order(
-    named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None
-) -> list[tuple[str, nn.Parameter]]:
-    """The group's first rank decides the order; every rank must hold the same parameters."""
-    if group is None:
-        return named
-    names = [[name for name, _ in named]]
-    dist.broadcast_object_list(names, group=group, group_src=0)
-    place = {name: index for index, name in enumerate(names[0])}
-    named = sorted(named, key=lambda pair: place.get(pair[0], len(place)))
-    _check_same(_digest(named), group, "data", "parameters (name, shape, dtype, layout)")
-    return named
-
-
-def _check_same(digest: str, group: ProcessGroup | None, axis: str, what: str) -> None:
-    if group is None:
-        return
-    digests = [""] * group.size()
-    dist.all_gather_object(digests, digest, group=group)
-    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if others:
-        raise ValueError(
-            f"GradientBuckets: {axis}-parallel ranks {others} hold other {what} than rank 0; "
-            "ranks of one group must build the same model"
-        )

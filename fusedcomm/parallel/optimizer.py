@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from fusedcomm.comm.mesh import Mesh
 from fusedcomm.comm.record import span
@@ -85,32 +86,24 @@ class Optimizer:
     ) -> None:
         self._params = {name: param for name, param in named_params if param.requires_grad}
         self._mesh = mesh
+        self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
         self._clip_norm = clip_norm
         self.loss_scale = loss_scale
-        self._counted = [name for name in self._params if self._counts_here(name, counted_elsewhere)]
+        self._counted = {name for name in self._params if self._counts_here(name, counted_elsewhere)}
         self._masters = {name: _master(param) for name, param in self._params.items()}
-        groups = [
-            {"params": [m for m in self._masters.values() if m.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [m for m in self._masters.values() if m.dim() < 2], "weight_decay": 0.0},
-        ]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]] or groups[:1],
-            betas=betas,
-            eps=eps,
-            fused=True,
-        )
-        # Made now, not at the first step, so that a checkpoint can be read straight into it.
-        for master in self._masters.values():
-            self._adamw.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),
+        self._moments = {
+            name: {
                 "exp_avg": torch.zeros_like(master),
                 "exp_avg_sq": torch.zeros_like(master),
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),
             }
+            for name, master in self._masters.items()
+        }
+        self._squares = 0.0
 
     def step(self, step: int, *, lr: float) -> StepResult:
         """Clip and apply the gradients; every rank calls it. `step` only names the step in errors."""
-        found = {name: _fp32_grad(param) for name, param in self._params.items()}
-        grads = {name: grad for name, grad in found.items() if grad is not None}
+        grads = self._grads(self._params)
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         norm = self._global_norm(grads) / scale
         finite = math.isfinite(norm)
@@ -122,11 +115,36 @@ class Optimizer:
             self._apply(grads, norm, scale, lr)
         return StepResult(norm, skipped=not finite)
 
+    def update(self, names: Collection[str], step: int, *, lr: float) -> None:
+        """Apply the gradients of these parameters alone, without clipping: part of a step, as their sums come in.
+
+        Nothing travels. It needs `clip_norm=None` and no loss scale, and is then equal to `step`, bit for bit.
+        FloatingPointError, naming the step and the parameters, on the ranks that see a non-finite gradient; parts that
+        were applied before stay so.
+        """
+        if self._clip_norm is not None or self.loss_scale is not None:
+            raise ValueError(
+                "Optimizer: update() knows the gradients of some parameters only, so it cannot clip their norm, nor "
+                "skip the step after an overflow; use clip_norm=None and no loss_scale"
+            )
+        grads = self._grads(names)
+        norms = dict(zip(grads, _norms(list(grads.values()))))
+        if bad := [name for name, norm in norms.items() if not math.isfinite(norm)]:
+            raise FloatingPointError(
+                f"Optimizer: the gradients of step {step} are not finite: {', '.join(bad)}; the step is applied in "
+                "part, go on from a checkpoint"
+            )
+        self._squares += sum(norm.item() ** 2 for name, norm in norms.items() if name in self._counted)
+        self._adamw(grads, lr)
+
+    def take_squares(self) -> float:
+        """This rank's share of the squared gradient norm over the `update`s since the last call."""
+        squares, self._squares = self._squares, 0.0
+        return squares
+
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Live tensors by parameter name: `master`, `exp_avg`, `exp_avg_sq` (fp32, as the shard) and `step`."""
-        return {
-            name: {"master": master.detach(), **self._adamw.state[master]} for name, master in self._masters.items()
-        }
+        return {name: {"master": master.detach(), **self._moments[name]} for name, master in self._masters.items()}
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
         """Copy such a state in, and the masters, rounded, into the parameters.
@@ -141,7 +159,7 @@ class Optimizer:
             for name, own in self.state_dict().items():
                 for key, tensor in own.items():
                     tensor.copy_(state[name][key])
-        self._round_into_params()
+        self._round_into_params(self._params)
 
     def _counts_here(self, name: str, counted_elsewhere: Collection[str]) -> bool:
         if name in counted_elsewhere:
@@ -199,18 +217,43 @@ class Optimizer:
             factor *= self._clip_norm / norm
         if factor != 1.0 and grads:
             torch._foreach_mul_(list(grads.values()), factor)  # pyright: ignore[reportPrivateImportUsage]
-        for name, master in self._masters.items():
-            master.grad = grads.get(name)
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
-        self._adamw.step()
-        self._round_into_params()
+        self._adamw(grads, lr)
 
-    def _round_into_params(self) -> None:
-        with torch.no_grad():
-            for name, master in self._masters.items():
-                if self._params[name] is not master:
-                    self._params[name].copy_(master)
+    @torch.no_grad()
+    def _adamw(self, grads: dict[str, Tensor], lr: float) -> None:
+        for decays in (True, False):
+            names = [name for name in grads if (self._params[name].dim() >= 2) == decays]
+            if not names:
+                continue
+            moments = [self._moments[name] for name in names]
+            adamw(
+                [self._masters[name] for name in names],
+                [grads[name] for name in names],
+                [own["exp_avg"] for own in moments],
+                [own["exp_avg_sq"] for own in moments],
+                [],
+                [own["step"] for own in moments],
+                fused=True,
+                amsgrad=False,
+                beta1=self._betas[0],
+                beta2=self._betas[1],
+                lr=lr,
+                weight_decay=self._weight_decay if decays else 0.0,
+                eps=self._eps,
+                maximize=False,
+            )
+        self._round_into_params(grads)
+
+    def _grads(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The fp32 gradients of those that have one."""
+        found = {name: _fp32_grad(self._params[name]) for name in names}
+        return {name: grad for name, grad in found.items() if grad is not None}
+
+    @torch.no_grad()
+    def _round_into_params(self, names: Iterable[str]) -> None:
+        for name in names:
+            if self._params[name] is not self._masters[name]:
+                self._params[name].copy_(self._masters[name])
 
 
 def _norms(grads: list[Tensor]) -> list[Tensor]:

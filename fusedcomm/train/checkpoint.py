@@ -31,6 +31,7 @@ def save_checkpoint(folder: Path, trainer: Trainer, progress: dict[str, Any]) ->
 
     `progress["step"]` is the number of steps done. All ranks must see the same file system.
     """
+    trainer.settle()
     final = folder / f"step-{progress['step']:08d}"
     partial = final.with_suffix(".partial")
     if trainer.mesh.rank == 0:
@@ -59,6 +60,7 @@ def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
         raise ValueError(
             f"checkpoint {path}: there is no progress.json; give a complete checkpoint's folder (step-XXXXXXXX)"
         )
+    trainer.settle()
     state = _state(trainer)
     try:
         dcp.load(state, checkpoint_id=path)

@@ -78,10 +78,17 @@ class PipelineParallelConfig(_Section):
 
 
 class DataParallelConfig(_Section):
-    """Copies of the model, each with its own samples; gradients are summed in buckets while backward runs."""
+    """Copies of the model, each with its own samples; gradients are summed in buckets while backward runs.
+
+    With `overlap: backward+forward` sums also arrive during the next step's forward, whose layers wait for their own.
+    """
 
     size: Count = 1
-    bucket_mb: Annotated[float, Field(gt=0)] = 25.0
+    overlap: Literal["backward", "backward+forward"] = "backward"
+    # null: as the measured rate and computing ask for.
+    bucket_mb: Annotated[float, Field(gt=0)] | None = None
+    # Bytes under way; null: two pieces.
+    window_mb: Annotated[float, Field(gt=0)] | None = None
 
 
 class ParallelConfig(_Section):

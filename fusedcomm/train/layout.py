@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from fusedcomm.nn.config import TransformerConfig, check_sync, layer_flops
 from fusedcomm.parallel.schedule import split_layers, stages_on_each_rank
 from fusedcomm.train.config import Config, ConfigError, ParallelConfig
+from fusedcomm.train.modes import mode_problems
 
 _TP = "parallel_config.tensor_parallel.size"
 _SYNC = "parallel_config.tensor_parallel.tp_sync"
@@ -119,6 +120,7 @@ def _problems(config: Config) -> list[str]:
         *_pipeline_problems(config),
         *_batch_problems(config),
         *_training_problems(config),
+        *mode_problems(config),
     ]
 
 

@@ -77,6 +77,7 @@ def train(config: Config, *, resume: str | None, device: torch.device) -> None:
             if config.train.checkpoint_every is not None and (is_last or _due(done, config.train.checkpoint_every)):
                 path = save_checkpoint(output_dir, trainer, {"step": done, "data": data.state(position)})
                 log.say(f"checkpoint: {path}")
+        trainer.settle()
         log.say(f"finished step {config.train.steps} after {time.perf_counter() - start_run_s:.0f} s")
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from fusedcomm.comm.mesh import Mesh
-from fusedcomm.comm.record import Recording, recording
+from fusedcomm.comm.record import Recording, recording, span
 from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.nn import TensorParallel, Transformer, layer_flops, vocab_parallel_cross_entropy, vocab_parallel_hits
 from fusedcomm.ops.wgrad import DeferWgrad
@@ -86,6 +89,8 @@ class Trainer:
             dp_group=mesh.dp_group,
             tp_group=mesh.tp_group,
             bucket_mb=parallel.data_parallel.bucket_mb,
+            window_mb=parallel.data_parallel.window_mb,
+            layers=self._layers_that_wait(),
         )
         self.pipeline.accumulate_into(self.buckets.accumulate)
         self.optimizer = Optimizer(
@@ -98,6 +103,12 @@ class Trainer:
             loss_scale=loss_scale_of(config),
             counted_elsewhere=["output.weight"] if self.has_second_copy else [],
         )
+        self._last_norm = 0.0
+
+    @property
+    def overlaps_forward(self) -> bool:
+        """Whether sums may arrive during the next step's forward."""
+        return self.config.parallel_config.data_parallel.overlap == "backward+forward" and self.mesh.dp > 1
 
     @property
     def has_second_copy(self) -> bool:
@@ -109,11 +120,10 @@ class Trainer:
 
         Afterwards every parameter's `main_grad` is the gradient of that loss (times the fp16 loss scale).
         """
-        (num_tokens,) = self._global_sums(
-            [sum((batch.labels != IGNORE_INDEX).sum().item() for batch in batches)], over_dp=True
-        )
+        num_tokens = sum((batch.labels != IGNORE_INDEX).sum().item() for batch in batches)
+        # It travels during the first forward.
+        global_tokens = self._sum_later([num_tokens], self.mesh.dp_group)
         scale = 1.0 if self.optimizer.loss_scale is None else self.optimizer.loss_scale.value
-        factor = scale / max(1, num_tokens)
         total = 0.0
         self.buckets.zero()
         start_s = time.perf_counter()
@@ -122,23 +132,45 @@ class Trainer:
                 loss = self.pipeline.train_step(
                     batch.tokens,
                     batch.labels,
-                    loss_fn=lambda logits, labels: self._token_losses(logits, labels).sum() * factor,
+                    loss_fn=lambda logits, labels: (
+                        self._token_losses(logits, labels).sum() * (scale / max(1, global_tokens()[0]))
+                    ),
                     sample_ids=batch.sample_ids,
                     step=torch.full_like(batch.sample_ids, step),
                 )
                 total += loss.item() / scale
         times = self._pipeline_times(record, time.perf_counter() - start_s)
-        self.buckets.finish(set_grad=False)
+        # Also where no loss has asked for it, so that the next step's cannot overtake it.
+        global_tokens()
+        if not self.overlaps_forward:
+            self.buckets.finish(set_grad=False)
         if self._tied is not None:
             self._tied.sum_gradients()
         # Every tensor-parallel rank of the last stage has the same loss; other stages have 0.
-        loss_sum, *times = self._global_sums([total if self.mesh.tp_rank == 0 else 0.0, *times])
+        loss = total if self.mesh.tp_rank == 0 else 0.0
+        loss_sum, squares, *times = self._sum_later([loss, self.optimizer.take_squares(), *times], None)()
+        self._last_norm = math.sqrt(squares)
         self.idle = _idle_shares(times[: self.mesh.pp], times[self.mesh.pp :])
         return loss_sum
 
     def update(self, step: int) -> StepResult:
-        """Clip, step AdamW at this step's rate, and round the masters into the parameters."""
-        return self.optimizer.step(step, lr=self.lr(step))
+        """Clip, step AdamW at this step's rate, and round the masters into the parameters.
+
+        With `overlap: backward+forward` that happens in the next step's forward, or in `settle`, and the norm is that
+        of the step before (0 in the first).
+        """
+        lr = self.lr(step)
+        if not self.overlaps_forward:
+            return self.optimizer.step(step, lr=lr)
+        self.buckets.finish_later(lambda names: self.optimizer.update(names, step, lr=lr))
+        return StepResult(self._last_norm, skipped=False)
+
+    def settle(self) -> None:
+        """Return when the parameters, the optimizer's state and `main_grad` are those after the last `update`.
+
+        Whoever reads them calls it; the next step does not need it.
+        """
+        self.buckets.settle()
 
     def lr(self, step: int) -> float:
         train = self.config.train
@@ -148,12 +180,13 @@ class Trainer:
 
     def evaluate(self, batches: Sequence[Batch]) -> Evaluation:
         """Mean loss and accuracy over `batches` of all data-parallel ranks, on every rank; weights stay as they are."""
+        self.settle()
         sums = torch.zeros(3, dtype=torch.float64)
         for batch in (batch.to(self.mesh.device) for batch in batches):
             result = self.pipeline.eval_step(batch.tokens, batch.labels, loss_fn=self._evaluation_sums)
             if result is not None and self.mesh.tp_rank == 0:
                 sums += result.cpu()
-        loss, hits, num_tokens = self._global_sums(sums.tolist())
+        loss, hits, num_tokens = self._sum_later(sums.tolist(), None)()
         return Evaluation(loss / max(1.0, num_tokens), hits / max(1.0, num_tokens), int(num_tokens))
 
     def _build_stage(self, layers: range, *, first: bool, last: bool, defer_wgrad: DeferWgrad | None) -> nn.Module:
@@ -215,11 +248,26 @@ class Trainer:
             times[offset + mesh.pp_rank] = value / (mesh.dp * mesh.tp)
         return times
 
-    def _global_sums(self, values: Sequence[float], *, over_dp: bool = False) -> list[float]:
-        """The sum of each number over all ranks, or over the data-parallel ones."""
-        totals = torch.tensor(values, dtype=torch.float64, device=self.mesh.device)
-        dist.all_reduce(totals, group=self.mesh.dp_group if over_dp else None)
-        return totals.tolist()
+    def _sum_later(self, values: Sequence[float], group: ProcessGroup | None) -> Callable[[], list[float]]:
+        """Begin to sum numbers over a group, or over all ranks; the function that is returned waits for the sums."""
+        sums = torch.tensor(values, dtype=torch.float64, device=self.mesh.device)
+        work = dist.all_reduce(sums, group=group, async_op=True)
+
+        @cache
+        def result() -> list[float]:
+            if work is not None:
+                with span("wait", "sum", sums.nbytes):
+                    work.wait()
+            return sums.tolist()
+
+        return result
+
+    def _layers_that_wait(self) -> Iterator[nn.Module]:
+        """The modules whose forwards come one after the other, each of which may wait for its own sums."""
+        if self.overlaps_forward:
+            for stage in self.pipeline.stages.values():
+                for child in stage.children():
+                    yield from child.values() if isinstance(child, nn.ModuleDict) else (child,)
 
 
 def _idle_shares(seconds: Sequence[float], waited: Sequence[float]) -> list[float]:

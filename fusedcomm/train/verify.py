@@ -177,11 +177,18 @@ def verify(config: Config, *, steps: int, json_path: Path | None, device: torch.
         def pieces_of(dp_rank: int, position: int = position) -> list[Batch]:
             return data.train.batch(position, dp_rank).pieces(config.train.accumulation)
 
+        trainer.settle()
         weights = _gather_whole(trainer, {name: param.detach() for name, param in trainer.params.items()})
         scale = 1.0 if trainer.optimizer.loss_scale is None else trainer.optimizer.loss_scale.value
         mesh_loss = trainer.gradients(step, pieces_of(mesh.dp_rank))
-        mesh_grads = _gather_whole(trainer, {name: _main_grad(param) for name, param in trainer.params.items()})
-        skipped = trainer.update(step).skipped
+        if trainer.overlaps_forward:
+            # Its sums are complete only then, and it leaves them as they are.
+            skipped = trainer.update(step).skipped
+            trainer.settle()
+            mesh_grads = _gather_whole(trainer, _main_grads(trainer))
+        else:
+            mesh_grads = _gather_whole(trainer, _main_grads(trainer))
+            skipped = trainer.update(step).skipped
         if references is not None:
             step_losses, step_rows = references.compare(
                 step,
@@ -211,10 +218,9 @@ def _row(step: int, name: str, mesh: Tensor, single: Tensor, exact: Tensor, ulp:
     return Row(step, name, mesh_error, single_error, _TIMES * single_error + ulp)
 
 
-def _main_grad(param: Tensor) -> Tensor:
-    grad = main_grad_of(param)
-    assert grad is not None, "every parameter has a bucket"
-    return grad
+def _main_grads(trainer: Trainer) -> dict[str, Tensor]:
+    grads = {name: main_grad_of(param) for name, param in trainer.params.items()}
+    return {name: grad for name, grad in grads.items() if grad is not None}
 
 
 def _gather_whole(trainer: Trainer, local: dict[str, Tensor]) -> dict[str, Tensor]:

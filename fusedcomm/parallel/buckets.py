@@ -1,0 +1,179 @@
+"""The flat fp32 buffer that holds all gradients of a rank, the buckets it is cut into, and what ranks agree on."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from fusedcomm.comm.plan import SHORT_S, Forecast
+from fusedcomm.nn.layout import layout_of
+
+# Views start at multiples of 64 bytes, so that vector kernels never meet an unaligned gradient.
+ALIGN = 16
+NamedParams = list[tuple[str, nn.Parameter]]
+
+
+@dataclass(eq=False)
+class Slot:
+    """A parameter and its gradient, a view into the buffer from element `start`, padded to `padded` elements."""
+
+    name: str
+    param: nn.Parameter
+    grad: Tensor
+    start: int
+    padded: int
+    num_expected: int = 0
+    num_contributions: int = 0
+    # time.perf_counter() of the step's latest contribution, and of the first forward that used the parameter.
+    ready_s: float | None = None
+    forward_s: float | None = None
+    bucket: Bucket = field(init=False)
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Consecutive slots whose sum is needed and becomes ready as one.
+
+    `flat` starts at element `offset` of the buffer. It is summed whole (`num_shares` 1), or each of so many ranks gets
+    the sum of its share.
+    """
+
+    index: int
+    flat: Tensor
+    offset: int
+    slots: list[Slot]
+    num_shares: int = 1
+    # Gradients whose last contribution of the step has not come in; the bucket is launched at 0.
+    num_waiting: int = 0
+    launched: bool = False
+    # What remains to be done with the sum, once it is in; None: nothing is under way.
+    pending: Callable[[Bucket], None] | None = None
+
+    @property
+    def share_bytes(self) -> int:
+        """What its pieces are cut from."""
+        return self.flat.nbytes // self.num_shares
+
+
+def lay_out(named: NamedParams, *, multiple: int = ALIGN) -> tuple[Tensor, list[Slot]]:
+    """A buffer of zeros with a slot for each parameter, whose `main_grad` becomes its view."""
+    sizes = [-(-param.numel() // multiple) * multiple for _, param in named]
+    device = named[0][1].device if named else torch.device("cpu")
+    flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+    slots = []
+    start = 0
+    for (name, param), size in zip(named, sizes):
+        grad = flat[start : start + param.numel()].view(param.shape)
+        param.main_grad = grad  # pyright: ignore[reportAttributeAccessIssue]
+        slots.append(Slot(name, param, grad, start, size))
+        start += size
+    return flat, slots
+
+
+def cut_into_buckets(
+    flat: Tensor, slots: Sequence[Slot], max_bytes: int, *, first_index: int = 0, num_shares: int = 1
+) -> list[Bucket]:
+    """Buckets of as many slots as `max_bytes` hold, and at least one each."""
+    groups: list[list[Slot]] = []
+    num_bytes = 0
+    for slot in slots:
+        if not groups or num_bytes + slot.padded * 4 > max_bytes:
+            groups.append([])
+            num_bytes = 0
+        groups[-1].append(slot)
+        num_bytes += slot.padded * 4
+    buckets = []
+    for index, group in enumerate(groups, first_index):
+        start, stop = group[0].start, group[-1].start + group[-1].padded
+        bucket = Bucket(index, flat[start:stop], start, group, num_shares)
+        for slot in group:
+            slot.bucket = bucket
+        buckets.append(bucket)
+    return buckets
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When a step's gradients are ready and first used, by slot, and what the link carries; the same on all ranks.
+
+    Seconds since the first gradient was ready, and since the first parameter was used.
+    """
+
+    ready_s: list[float]
+    forward_s: list[float]
+    bytes_per_s: float
+
+    @property
+    def gap_s(self) -> float:
+        """The median time between two moments of readiness, of those that are no short gaps."""
+        moments = sorted(self.ready_s)
+        return statistics.median([b - a for a, b in pairwise(moments) if b - a >= SHORT_S] or [0.0])
+
+    def forecasts(self, buckets: Sequence[Bucket], place: dict[Slot, int], *, in_forward: bool) -> list[Forecast]:
+        """What to expect of each bucket. Its sum is needed at the end of backward, or `in_forward` when it is used."""
+        end_s = max(self.ready_s, default=0.0)
+        found = []
+        for bucket in buckets:
+            places = [place[slot] for slot in bucket.slots]
+            used_s = min(self.forward_s[index] for index in places) if in_forward else 0.0
+            ready_s = max(self.ready_s[index] for index in places)
+            found.append(Forecast(ready_s, end_s + used_s, bucket.share_bytes))
+        return found
+
+
+def agree_on_timing(slots: Sequence[Slot], bytes_per_s: float, group: ProcessGroup) -> Timing:
+    """The slowest rank's times and the fastest rank's rate: one that waited for a late peer has seen less of the link.
+
+    What is not known (no gradient, no hook on the forward) counts as 0.
+    """
+    device = slots[0].grad.device
+    numbers = [*_since_first([slot.ready_s for slot in slots]), *_since_first([slot.forward_s for slot in slots])]
+    agreed = torch.tensor([*numbers, bytes_per_s], dtype=torch.float64, device=device)
+    dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
+    *numbers, bytes_per_s = agreed.tolist()
+    return Timing(numbers[: len(slots)], numbers[len(slots) :], bytes_per_s)
+
+
+def _since_first(moments_s: Sequence[float | None]) -> list[float]:
+    first_s = min((moment for moment in moments_s if moment is not None), default=0.0)
+    return [0.0 if moment is None else moment - first_s for moment in moments_s]
+
+
+def digest(named: NamedParams) -> str:
+    """A hash of names, shapes, dtypes and layouts in their order."""
+    lines = [f"{name} {list(param.shape)} {param.dtype} {layout_of(param)}" for name, param in named]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def agree_on_order(named: NamedParams, group: ProcessGroup | None) -> NamedParams:
+    """The group's first rank decides the order; every rank must hold the same parameters."""
+    if group is None:
+        return named
+    names = [[name for name, _ in named]]
+    dist.broadcast_object_list(names, group=group, group_src=0)
+    place = {name: index for index, name in enumerate(names[0])}
+    named = sorted(named, key=lambda pair: place.get(pair[0], len(place)))
+    check_same(digest(named), group, "data", "parameters (name, shape, dtype, layout)")
+    return named
+
+
+def check_same(digest: str, group: ProcessGroup | None, axis: str, what: str) -> None:
+    """ValueError on all ranks unless all have this digest."""
+    if group is None:
+        return
+    digests = [""] * group.size()
+    dist.all_gather_object(digests, digest, group=group)
+    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if others:
+        raise ValueError(
+            f"GradientBuckets: {axis}-parallel ranks {others} hold other {what} than rank 0; "
+            "ranks of one group must build the same model"
+        )
