@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedcomm.comm.channel import calm_gloo
+from fusedcomm.comm.subgroup import new_subgroup
 
 
 class Pending(Protocol):
@@ -58,10 +59,8 @@ def bulk_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
     found = _bulk_groups.get(group)
     if found is None:
         timeout = group._get_backend(device).options._timeout
-        ranks = dist.get_process_group_ranks(group)
-        made = dist.new_group(ranks, timeout=timeout, backend=dist.get_backend(group), use_local_synchronization=True)
-        assert isinstance(made, ProcessGroup), "this rank is in the group"
-        found = _bulk_groups[group] = made
-        if sys.platform == "linux" and "gloo" in dist.get_backend(made):
+        found = new_subgroup(group, dist.get_process_group_ranks(group), "bulk", timeout)
+        _bulk_groups[group] = found
+        if sys.platform == "linux" and "gloo" in dist.get_backend(found):
             calm_gloo()
     return found

@@ -17,6 +17,7 @@ from fusedcomm.comm.compress import Codec
 from fusedcomm.comm.pool import BufferPool
 from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.comm.stages import Job, Stages
+from fusedcomm.comm.subgroup import new_subgroup
 from fusedcomm.comm.swap import Swap
 
 # On the wire of a node for 1 to 10 ms: short enough to fill the phases soon, long enough to pay for its messages.
@@ -61,17 +62,11 @@ def level_groups(
     own = ranks[group.rank()]
     in_node = by_node[nodes[group.rank()]]
     across = [members[in_node.index(own)] for members in by_node]
-    return _new_group(in_node, "in_node", timeout_s), _new_group(across, "across_nodes", timeout_s)
+    return _new_group(group, in_node, "in_node", timeout_s), _new_group(group, across, "across_nodes", timeout_s)
 
 
-def _new_group(ranks: list[int], name: str, timeout_s: float) -> ProcessGroup | None:
-    if len(ranks) == 1:
-        return None
-    timeout = timedelta(seconds=timeout_s)
-    # Only members call: other groups of the mesh may have another layout.
-    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc=name)
-    assert isinstance(group, ProcessGroup), "this rank is a member"
-    return group
+def _new_group(parent: ProcessGroup, ranks: list[int], name: str, timeout_s: float) -> ProcessGroup | None:
+    return None if len(ranks) == 1 else new_subgroup(parent, ranks, name, timedelta(seconds=timeout_s))
 
 
 class Hierarchical:
