@@ -118,8 +118,8 @@ class Trainer:
     def gradients(self, step: int, batches: Sequence[Batch]) -> float:
         """Forward and backward of `batches`, one after the other; the global batch's mean loss, on every rank.
 
-        Afterwards every parameter's `main_grad` is the gradient of that loss (times the fp16 loss scale); with `overlap:
-        backward+forward` it is so after `update` and `settle`.
+        Afterwards every parameter's `main_grad` is the gradient of that loss (times the fp16 loss scale); with
+        `overlap: backward+forward` it is so after `update` and `settle`.
         """
         num_tokens = sum((batch.labels != IGNORE_INDEX).sum().item() for batch in batches)
         # It travels during the first forward.
