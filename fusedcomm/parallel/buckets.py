@@ -40,32 +40,22 @@ class Slot:
 
 @dataclass(eq=False)
 class Bucket:
-    """Consecutive slots whose sum is needed and becomes ready as one.
-
-    `flat` starts at element `offset` of the buffer. It is summed whole (`num_shares` 1), or each of so many ranks gets
-    the sum of its share.
-    """
+    """Consecutive slots whose sum is needed and becomes ready as one; `flat` starts at `offset` of the buffer."""
 
     index: int
     flat: Tensor
     offset: int
     slots: list[Slot]
-    num_shares: int = 1
     # Gradients whose last contribution of the step has not come in; the bucket is launched at 0.
     num_waiting: int = 0
     launched: bool = False
     # What remains to be done with the sum, once it is in; None: nothing is under way.
     pending: Callable[[Bucket], None] | None = None
 
-    @property
-    def share_bytes(self) -> int:
-        """What its pieces are cut from."""
-        return self.flat.nbytes // self.num_shares
 
-
-def lay_out(named: NamedParams, *, multiple: int = ALIGN) -> tuple[Tensor, list[Slot]]:
+def lay_out(named: NamedParams) -> tuple[Tensor, list[Slot]]:
     """A buffer of zeros with a slot for each parameter, whose `main_grad` becomes its view."""
-    sizes = [-(-param.numel() // multiple) * multiple for _, param in named]
+    sizes = [-(-param.numel() // ALIGN) * ALIGN for _, param in named]
     device = named[0][1].device if named else torch.device("cpu")
     flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
     slots = []
@@ -78,9 +68,7 @@ def lay_out(named: NamedParams, *, multiple: int = ALIGN) -> tuple[Tensor, list[
     return flat, slots
 
 
-def cut_into_buckets(
-    flat: Tensor, slots: Sequence[Slot], max_bytes: int, *, first_index: int = 0, num_shares: int = 1
-) -> list[Bucket]:
+def cut_into_buckets(flat: Tensor, slots: Sequence[Slot], max_bytes: int, *, first_index: int = 0) -> list[Bucket]:
     """Buckets of as many slots as `max_bytes` hold, and at least one each."""
     groups: list[list[Slot]] = []
     num_bytes = 0
@@ -93,7 +81,7 @@ def cut_into_buckets(
     buckets = []
     for index, group in enumerate(groups, first_index):
         start, stop = group[0].start, group[-1].start + group[-1].padded
-        bucket = Bucket(index, flat[start:stop], start, group, num_shares)
+        bucket = Bucket(index, flat[start:stop], start, group)
         for slot in group:
             slot.bucket = bucket
         buckets.append(bucket)
@@ -125,7 +113,7 @@ class Timing:
             places = [place[slot] for slot in bucket.slots]
             used_s = min(self.forward_s[index] for index in places) if in_forward else 0.0
             ready_s = max(self.ready_s[index] for index in places)
-            found.append(Forecast(ready_s, end_s + used_s, bucket.share_bytes))
+            found.append(Forecast(ready_s, end_s + used_s, bucket.flat.nbytes))
         return found
 
 

@@ -210,16 +210,13 @@ class GradientBuckets:
 
     def _cut(self, max_bytes: int) -> None:
         slots = self.slots
-        self._buckets = self._cut_whole(slots[: self._num_whole], max_bytes)
+        self._buckets = cut_into_buckets(self._flat, slots[: self._num_whole], max_bytes)
         # One bucket whatever its size: these parameters are vectors, and one latency beats many.
         merged = cut_into_buckets(
             self._flat, slots[self._num_whole :], self._flat.nbytes, first_index=len(self._buckets)
         )
         self._merged = merged[0] if merged else None
         self._buckets += merged
-
-    def _cut_whole(self, slots: list[Slot], max_bytes: int) -> list[Bucket]:
-        return cut_into_buckets(self._flat, slots, max_bytes)
 
     def _collect(self, param: Tensor) -> None:
         grad, param.grad = param.grad, None
@@ -311,7 +308,7 @@ class GradientBuckets:
         # A step that counts launches everything at its end, in the order of the buffer.
         timing = self._timing if self._counted else None
         if timing is None:
-            forecasts = [Forecast(0.0, bucket.index, bucket.share_bytes) for bucket in self._buckets]
+            forecasts = [Forecast(0.0, bucket.index, bucket.flat.nbytes) for bucket in self._buckets]
         else:
             place = {slot: index for index, slot in enumerate(self._slots.values())}
             forecasts = timing.forecasts(self._buckets, place, in_forward=self._in_forward)
