@@ -115,6 +115,9 @@ CONFIGS: dict[str, dict[int, tuple[GemmConfig, ...]]] = {
     },
 }
 
+# In the interpreter a step of a tile takes as long whatever its size, and what is tested has few rows.
+INTERPRETER = GemmConfig(32, 64, 64, group_m=2)
+
 # Registers besides accumulators and addresses, as compilers were seen to take: loop counters, masks, strides, and
 # where operands pass through registers those too.
 _OTHER_REGISTERS = {False: 90, True: 110}

@@ -9,7 +9,7 @@ from torch import Tensor
 from fusedcomm.kernels._triton import tl, triton
 from fusedcomm.kernels.checks import check_dtypes, check_scale, check_vector
 
-ACTIVATIONS = (None, "gelu", "silu", "swiglu")
+ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "swiglu")
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Epilogue:
 
     Attributes:
         bias: [columns of all weights].
-        activation: "gelu" (exact), "silu", or "swiglu" of two weights, gate and up: silu(gate) * up.
+        activation: "gelu" (exact), "gelu_tanh" (its usual approximation), "silu", or "swiglu" of two weights, gate and
+            up: silu(gate) * up.
         residual: of the shape of y, with any strides.
         x_scale, w_scale: [M] and [columns of all weights] fp32, the row-wise scales of fp8 operands.
     """
@@ -61,6 +62,9 @@ MAX_WIDTH = tl.constexpr(64)
 def activate(y, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu":
         y = 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))
+    if ACTIVATION == "gelu_tanh":
+        # 0.5 (1 + tanh(u)) is sigmoid(2 u).
+        y = y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
     if ACTIVATION == "silu":
         y = y * tl.sigmoid(y)
     if ACTIVATION == "swiglu":

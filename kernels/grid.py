@@ -1,15 +1,46 @@
-"""How many programs a persistent grid has on the device at hand."""
+"""The configuration and the persistent grid for the device at hand."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
-from fusedcomm.kernels.config import Architecture, GemmConfig, architecture, check_fits, shared_bytes, thread_registers
+from fusedcomm.kernels.config import (
+    CONFIGS,
+    INTERPRETER,
+    Architecture,
+    GemmConfig,
+    architecture,
+    check_fits,
+    shared_bytes,
+    thread_registers,
+)
 
 # What the system keeps of shared memory for each program.
 _SYSTEM_SHARED_BYTES = 1024
+
+
+class Grid(NamedTuple):
+    """How a GEMM is launched."""
+
+    config: GemmConfig
+    num_programs: int
+
+
+@cache
+def grid_of(device: torch.device, dtype: torch.dtype, communication_sms: int) -> Grid:
+    """The best configuration that is known for the device, and its resident programs; as `num_programs`.
+
+    On the CPU, where programs are interpreted one after the other, a few: enough for them to share the tiles.
+    """
+    if device.type == "cpu":
+        return Grid(INTERPRETER, 2)
+    arch = architecture_of(torch.cuda.get_device_properties(device))
+    config = CONFIGS[arch.name][dtype.itemsize][0]
+    count, _ = num_programs(config, device, element_bytes=dtype.itemsize, communication_sms=communication_sms)
+    return Grid(config, count)
 
 
 def num_programs(

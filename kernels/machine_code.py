@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 
 from fusedcomm.kernels import reduce
 from fusedcomm.kernels._triton import INTERPRETED, triton
+from fusedcomm.kernels.await_rows import await_rows_kernel
 from fusedcomm.kernels.config import CONFIGS, Architecture, GemmConfig, misfit
 from fusedcomm.kernels.gemm_kernel import gemm_kernel
 from fusedcomm.kernels.row import NOT_SUPPORTED, Row
@@ -58,6 +59,9 @@ GEMM_CASES = (
     Case("matmul_reduce_scatter-dgrad", layout="dgrad", publish=True),
 )
 REDUCE = Case("reduce", bias=True)
+AWAIT_ROWS = Case("await_rows", wait=True)
+# What kernels without a configuration compute at a time.
+_TILES = {REDUCE.kernel: f"{reduce.TILE_M}x{reduce.TILE_N}", AWAIT_ROWS.kernel: "-"}
 
 
 def shipped(arch: Architecture) -> Iterator[tuple[Case, GemmConfig | None, str]]:
@@ -70,6 +74,8 @@ def shipped(arch: Architecture) -> Iterator[tuple[Case, GemmConfig | None, str]]
                     yield case, config, dtype
         if element_bytes > 1:
             yield REDUCE, None, dtype
+    # It looks at flags alone.
+    yield AWAIT_ROWS, None, "i32"
 
 
 def compile_row(case: Case, config: GemmConfig | None, dtype: str, arch: Architecture) -> Row:
@@ -89,7 +95,7 @@ def compile_row(case: Case, config: GemmConfig | None, dtype: str, arch: Archite
     reason = _why_not(case, config, dtype, arch, registers, spill_bytes, shared)
     return Row(
         case.kernel,
-        f"{reduce.TILE_M}x{reduce.TILE_N}" if config is None else str(config),
+        _TILES.get(case.kernel, str(config)),
         arch.name,
         dtype,
         registers,
@@ -104,6 +110,9 @@ def compile_row(case: Case, config: GemmConfig | None, dtype: str, arch: Archite
 
 def compile_case(case: Case, config: GemmConfig | None, dtype: str, arch: Architecture) -> Any:
     """The compiled kernel."""
+    if case == AWAIT_ROWS:
+        constants = {"MAX_CHUNKS": 8, "CLOCK": arch.backend == "cuda"}
+        return compile_kernel(await_rows_kernel, _SIGNALS | {"status_ptr": "*i32"}, constants, arch, num_warps=1)
     if config is None:
         pointers: dict[str, str] = dict.fromkeys(("partials_ptr", "bias_ptr", "y_ptr"), f"*{dtype}")
         constants = {"stride_pn": 1, "stride_yn": 1, "WORLD": 8, "TILE_M": reduce.TILE_M, "TILE_N": reduce.TILE_N}

@@ -20,14 +20,15 @@ def matmul_reduce_scatter(
     counters: Tensor,
     config: GemmConfig,
     num_programs: int,
+    residual: Tensor | None = None,
     x_scale: Tensor | None = None,
     w_scale: Tensor | None = None,
 ) -> Loads:
-    """Writes our partial sum `x @ w.T` into `y_partial`, and publishes each chunk's flag when it is done.
+    """Writes our partial sum `x @ w.T + residual` into `y_partial`, and publishes each chunk's flag when it is done.
 
-    x [M, K] and w [N, K], this rank's share of K; y_partial [M, N]. The chunks of rank+1 are computed first,
-    then those of rank+2, ..., our own last. Whoever acquires a chunk's flag at `chunks.epoch` may send its
-    rows to their owner, who adds the partial sums of all ranks and the bias (`reduce`).
+    x [M, K] and w [N, K], this rank's share of K; y_partial and residual [M, N]. The chunks of rank+1 are
+    computed first, then those of rank+2, ..., our own last. Whoever acquires a chunk's flag at `chunks.epoch`
+    may send its rows to their owner, who adds the partial sums of all ranks and the bias (`reduce`).
 
     Scales [M] and [N] go with fp8 operands.
 
@@ -37,7 +38,7 @@ def matmul_reduce_scatter(
     Source: Flux (Chang et al., 2024) and the fused kernels of Triton-distributed.
     """
     op = "matmul_reduce_scatter"
-    epilogue = Epilogue(x_scale=x_scale, w_scale=w_scale)
+    epilogue = Epilogue(residual=residual, x_scale=x_scale, w_scale=w_scale)
     weights = check_matmul(op, x, w, y_partial, epilogue=epilogue, num_programs=num_programs)
     chunks.check(op, x.shape[0], x.device)
     check_words(op, "counters", counters, chunks.num_chunks, x.device)

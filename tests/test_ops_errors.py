@@ -46,7 +46,6 @@ BAD_CALLS = [
     (lambda g: all_gather_matmul(X, W, group=g, sizes=[3]), r"gives rank 0 3 rows but its shard has 4"),
     (lambda g: all_gather_matmul(X, W, group=g, sizes=[4, 4]), "each of the 1 ranks"),
     (lambda g: all_gather_matmul(X, W, group=g, method="quick"), "method='quick' is unknown"),
-    (lambda g: all_gather_matmul(X, W, group=g, method="fused"), "method='fused' cannot run"),
     (lambda g: all_gather_matmul(X, W, group=g, save="all"), "save='all' is unknown"),
     (lambda g: all_gather_matmul(X, W, group=g, activation="relu"), "activation='relu' is unknown"),
     (lambda g: all_gather_matmul(X, W, group=g, activation="swiglu"), "needs two weights of one shape"),

@@ -132,8 +132,13 @@ class Channel:
         peers = self._peers()
         own = _encode(call, signature)
         theirs = {peer: torch.empty(HEADER_BYTES, dtype=torch.uint8) for peer in peers}
-        receives = {peer: self.group.recv([theirs[peer]], peer, HEADER_TAG) for peer in peers}
-        sends = {peer: self.group.send([own], peer, HEADER_TAG) for peer in peers}
+        receives, sends = {}, {}
+        for peer in peers:
+            try:
+                receives[peer] = self.group.recv([theirs[peer]], peer, HEADER_TAG)
+                sends[peer] = self.group.send([own], peer, HEADER_TAG)
+            except RuntimeError as error:
+                raise PeerError(op, peer, -1, f"rank {peer} of the group is gone: {error}") from error
         return Headers(self, op, call, signature, theirs, receives, sends, own)
 
     def check_same(self, op: str, signature: str, device: torch.device) -> None:

@@ -62,12 +62,14 @@ class Recording:
 
 @dataclass(frozen=True)
 class Path:
-    """Which method ran an op, with how many chunks per shard, and why."""
+    """Which method ran an op, with how many chunks per shard, why, and who carried them."""
 
     op: str
     method: str
     num_chunks: int
     reason: str
+    # "gloo", "nccl", "shared", ...; "none" in a group of one.
+    transport: str = "none"
 
 
 _open: list[Recording] = []

@@ -6,16 +6,10 @@ there; interpreted kernels wait for flags and raise them. So the protocol runs b
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
-from math import prod
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,53 +18,31 @@ from fusedcomm.comm.channel import Channel
 from fusedcomm.comm.pool import STAGING
 from fusedcomm.comm.record import span
 from fusedcomm.comm.ring import chunk_bounds
+from fusedcomm.comm.shared_memory import MAX_CHUNKS, NUM_BUFFERS, Buffer, map_everywhere
 from fusedcomm.comm.worker import Worker
 from fusedcomm.errors import PeerError
 from fusedcomm.kernels.await_rows import await_rows
 from fusedcomm.kernels.flags import Chunks, read_status
 from fusedcomm.kernels.host_flags import is_up, raise_flag
 
-_FOLDER = Path("/dev/shm")
-_PAGE_BYTES = 4096
-_NUM_BUFFERS = 2
-# Flags of one buffer, and so the most chunks of all ranks together.
-_MAX_CHUNKS = 4096
 _SMALLEST_BYTES = 1 << 16
 # Between two looks at a flag by a thread, which must leave the processor to those who will raise it.
 _LOOK_S = 50e-6
 _CALIBRATION_POLLS = 200
 
 
-@dataclass(frozen=True)
-class _Buffer:
-    """One of a rank's buffers, as this process maps it.
-
-    Attributes:
-        data: bytes, which peers write rows into.
-        flags: [_MAX_CHUNKS] int32, the epoch of each chunk's rows.
-        done: [world] int32, up to which epoch each peer has read its own such buffer.
-    """
-
-    data: Tensor
-    flags: Tensor
-    done: Tensor
-
-    def view(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self.data[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
-
-
 class _Lane:
     """The buffers of one kind of call on all ranks, of a size that does not change, and whose turn it is."""
 
-    def __init__(self, num_bytes: int, by_rank: Sequence[Sequence[_Buffer]], epoch: int) -> None:
+    def __init__(self, num_bytes: int, by_rank: Sequence[Sequence[Buffer]], epoch: int) -> None:
         self.num_bytes = num_bytes
         self._by_rank = by_rank
-        self._epochs = [epoch] * _NUM_BUFFERS
+        self._epochs = [epoch] * NUM_BUFFERS
         self._turn = 0
 
-    def next_turn(self) -> tuple[list[_Buffer], int]:
+    def next_turn(self) -> tuple[list[Buffer], int]:
         """For the next call: the buffer of every rank, and its epoch."""
-        turn, self._turn = self._turn, (self._turn + 1) % _NUM_BUFFERS
+        turn, self._turn = self._turn, (self._turn + 1) % NUM_BUFFERS
         self._epochs[turn] = _wrapped(self._epochs[turn] + 1)
         return [buffers[turn] for buffers in self._by_rank], self._epochs[turn]
 
@@ -124,7 +96,7 @@ class SharedTransport:
             # All ranks come to this together: a call's shapes are the same on all of them.
             num_bytes = max(_SMALLEST_BYTES, 1 << max(0, num_bytes - 1).bit_length())
             self.channel.check_same(op, f"{op}: {kind} in {num_bytes} bytes of shared memory", torch.device("cpu"))
-            by_rank = _map_everywhere(self.channel, op, num_bytes, self._first_epoch)
+            by_rank = map_everywhere(self.channel, op, num_bytes, self._first_epoch)
             lane = self._lanes[kind] = _Lane(num_bytes, by_rank, self._first_epoch)
         return lane
 
@@ -135,8 +107,8 @@ class _SharedFlight:
     def __init__(
         self, transport: SharedTransport, lane: _Lane, op: str, signature: str, sizes: Sequence[int], pieces: int
     ) -> None:
-        if transport.world * pieces > _MAX_CHUNKS:
-            raise ValueError(f"{op}: {pieces} chunks on each of {transport.world} ranks; at most {_MAX_CHUNKS} in all")
+        if transport.world * pieces > MAX_CHUNKS:
+            raise ValueError(f"{op}: {pieces} chunks on each of {transport.world} ranks; at most {MAX_CHUNKS} in all")
         self.status = transport.status
         self.timeout_us = num_polls(transport.timeout_s)
         self._transport = transport
@@ -336,77 +308,3 @@ def _poll_s() -> float:
         await_rows(chunks, 1, status=status, timeout_us=_CALIBRATION_POLLS)
         seconds.append(time.perf_counter() - start_s)
     return min(seconds) / _CALIBRATION_POLLS
-
-
-def _map_everywhere(channel: Channel, op: str, num_bytes: int, epoch: int) -> list[list[_Buffer]]:
-    """Buffers of `num_bytes` on every rank, by rank, as all ranks map them; every rank of the group calls it.
-
-    Names are known to all before there are files, and files go as soon as all have mapped them, or one has failed: so
-    nothing stays behind, whichever rank dies.
-    """
-    mine = f"fusedcomm-{uuid.uuid4().hex}"
-    names = [mine for _ in range(channel.world)]
-    for peer, name in channel.share(op, mine).items():
-        names[peer] = name
-    try:
-        made = _attempt(lambda: _create(_FOLDER / mine, num_bytes, channel.world, epoch))
-        _check_all(channel, op, made)
-        buffers: list[list[_Buffer]] = []
-        mapped = _attempt(lambda: buffers.extend(_map(_FOLDER / name, num_bytes, channel.world) for name in names))
-        _check_all(channel, op, mapped)
-    finally:
-        for name in names:
-            (_FOLDER / name).unlink(missing_ok=True)
-    return buffers
-
-
-def _attempt(step: Callable[[], object]) -> str:
-    """What went wrong, or nothing."""
-    try:
-        step()
-    except OSError as error:
-        return str(error)
-    return ""
-
-
-def _check_all(channel: Channel, op: str, outcome: str) -> None:
-    """ValueError on every rank if the step went wrong on one."""
-    outcomes = {channel.rank: outcome, **channel.share(op, outcome)}
-    for rank, failure in sorted(outcomes.items()):
-        if failure:
-            raise ValueError(
-                f"{op}: rank {rank} cannot use the group's shared memory: {failure}; the ranks must run on one machine "
-                f"and see one {_FOLDER} with room for their buffers: give it more, or use method='chunked'"
-            )
-
-
-def _part_bytes(num_bytes: int, world: int) -> list[int]:
-    """A buffer's flags, done words and rows, each on pages of its own."""
-    return [-(-part // _PAGE_BYTES) * _PAGE_BYTES for part in (_MAX_CHUNKS * 4, world * 4, num_bytes)]
-
-
-def _create(path: Path, num_bytes: int, world: int, epoch: int) -> None:
-    whole = _NUM_BUFFERS * sum(_part_bytes(num_bytes, world))
-    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    try:
-        # Now, and not by a signal when it is written to, must a lack of memory show.
-        os.posix_fallocate(file, 0, whole)
-    finally:
-        os.close(file)
-    for buffer in _map(path, num_bytes, world):
-        buffer.flags.fill_(epoch)
-        buffer.done.fill_(epoch)
-
-
-def _map(path: Path, num_bytes: int, world: int) -> list[_Buffer]:
-    parts = _part_bytes(num_bytes, world)
-    file = os.open(path, os.O_RDWR)
-    try:
-        whole = torch.frombuffer(mmap.mmap(file, _NUM_BUFFERS * sum(parts)), dtype=torch.uint8)
-    finally:
-        os.close(file)
-    buffers = []
-    for piece in whole.split(sum(parts)):
-        flags, done, data = piece.split(parts)
-        buffers.append(_Buffer(data, flags.view(torch.int32), done.view(torch.int32)[:world]))
-    return buffers

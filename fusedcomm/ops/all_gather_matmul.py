@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -87,6 +87,7 @@ def all_gather_matmul(
             shapes = [list(w.shape) for w in weights]
             raise ValueError(f"{_OP}: activation='swiglu' needs two weights of one shape but got {shapes}")
 
+    within, is_swiglu = None, activation == "swiglu"
     front = x_shard.movedim(dim, 0)
     lead = front.shape[1:-1]
     x = front.reshape(rows, prod(lead), front.shape[-1])
@@ -100,13 +101,14 @@ def all_gather_matmul(
             x, group, sizes, save, method, return_gathered, defer_wgrad, *weights, *biases
         )
     else:
-        outputs = _forward_op(x, weights, biases, group.group_name, sizes, save, method, return_gathered)
+        if not _needs_gradient(x, weights, biases):
+            # Nobody will ask for what the activation was applied to: it is the kernel's last step.
+            within, activation = activation, None
+        outputs = _forward_op(x, weights, biases, group.group_name, sizes, save, method, return_gathered, within)
     gathered, *results = outputs
     results = [y.reshape(sum(sizes), *lead, y.shape[-1]).movedim(0, dim) for y in results]
-    results = (
-        [activate(activation, results)] if activation == "swiglu" else [activate(activation, [y]) for y in results]
-    )
-    result = results[0] if isinstance(w_shard, Tensor) or activation == "swiglu" else results
+    results = _activate(results, activation)
+    result = results[0] if isinstance(w_shard, Tensor) or is_swiglu else results
     if not return_gathered:
         return result
     return result, gathered.reshape(sum(sizes), *lead, gathered.shape[-1]).movedim(0, dim)
@@ -124,10 +126,30 @@ def _as_biases(bias: Tensor | Sequence[Tensor | None] | None, weights: Sequence[
     return [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases)]
 
 
-def _forward(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], call: Call, *, keep: bool) -> list[Tensor]:
+def _needs_gradient(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *weights, *biases))
+
+
+def _activate(results: list[Tensor], activation: Activation | None) -> list[Tensor]:
+    return [activate(activation, results)] if activation == "swiglu" else [activate(activation, [y]) for y in results]
+
+
+def _forward(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    call: Call,
+    activation: Activation | None,
+    *,
+    keep: bool,
+) -> list[Tensor]:
     """`[x_full, y, ...]` from `x [rows of this rank, lead, K]`; `x_full` is empty unless it is to be kept."""
+    if call.transport is not None:
+        from fusedcomm.ops import fused
+
+        return fused.gather_matmul(fused.FusedCall.of(call), x, weights, biases, activation, keep=keep)
     gather = Gather(call, x.contiguous(), keep=keep)
-    results = multiply_gathered(gather, x, weights, biases)
+    results = _activate(multiply_gathered(gather, x, weights, biases), activation)
     return [gather.full if keep else x.new_empty(0), *results]
 
 
@@ -166,6 +188,20 @@ def _backward(
     saved = saved.contiguous()
 
     def run(call: Call) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
+        if call.transport is not None:
+            from fusedcomm.ops import fused
+
+            return fused.gather_matmul_backward(
+                fused.FusedCall.of(call),
+                grads,
+                grad_full,
+                saved,
+                weights,
+                gathered=save == "gathered",
+                need_x=need_x,
+                need_w=need_w,
+                defer=defer,
+            )
         dx, x_full = None, saved
         # First in the queue of what travels: it is needed first.
         gather = None
@@ -222,8 +258,12 @@ def _forward_op(
     save: str,
     method: str,
     return_gathered: bool,
+    activation: str | None,
 ) -> list[Tensor]:
-    """`[x_full, y, ...]`; x_full is empty unless asked for, because checkpointing keeps whole lists of outputs."""
+    """`[x_full, y, ...]`; x_full is empty unless asked for, because checkpointing keeps whole lists of outputs.
+
+    An `activation` has no gradient here: it is given where none is needed.
+    """
     keep = return_gathered or save == "gathered"
     features = [w.shape[0] for w in weights]
     return run_by(
@@ -234,14 +274,16 @@ def _forward_op(
         x,
         x.shape[1:],
         features,
-        lambda call: _forward(x, weights, biases, call, keep=keep),
+        lambda call: _forward(x, weights, biases, call, cast(Activation, activation), keep=keep),
         directions=GATHER_DIRECTIONS,
     )
 
 
 @_forward_op.register_fake
-def _(x, weights, biases, group_name, sizes, save, method, return_gathered):
+def _(x, weights, biases, group_name, sizes, save, method, return_gathered, activation):
     rows = sum(sizes)
+    if activation == "swiglu":
+        weights = weights[:1]
     x_full = x.new_empty(rows, *x.shape[1:]) if return_gathered or save == "gathered" else x.new_empty(0)
     return [x_full] + [x.new_empty(rows, x.shape[1], w.shape[0]) for w in weights]
 
@@ -275,7 +317,7 @@ def _(grads, grad_full, saved, weights, group_name, sizes, save, method, need_x,
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, _, ctx.group_name, ctx.sizes, ctx.save, ctx.method, ctx.return_gathered = inputs
+    x, weights, _, ctx.group_name, ctx.sizes, ctx.save, ctx.method, ctx.return_gathered, _ = inputs
     ctx.save_for_backward(output[0] if ctx.save == "gathered" else x, *weights)
 
 
@@ -299,11 +341,7 @@ def _autograd(ctx: Any, grads: list[Tensor | None]) -> Any:
         dx if need_x else None,
         [dw if need else None for dw, need in zip(dws, need_ws)],
         dbs,
-        None,
-        None,
-        None,
-        None,
-        None,
+        *(None for _ in range(6)),
     )
 
 
@@ -328,7 +366,7 @@ class _DeferredAllGatherMatmul(Function):
         weights = [t for t in weights_and_biases if t.dim() == 2]
         biases = [t for t in weights_and_biases if t.dim() == 1]
         # Through the registered op, whose outputs selective checkpointing can keep.
-        outputs = _forward_op(x, weights, biases, group.group_name, sizes, save, method, return_gathered)
+        outputs = _forward_op(x, weights, biases, group.group_name, sizes, save, method, return_gathered, None)
         ctx.group, ctx.sizes, ctx.method = group, sizes, method
         ctx.return_gathered = return_gathered
         ctx.save, ctx.defer_wgrad, ctx.weights, ctx.num_biases = save, defer_wgrad, weights, len(biases)

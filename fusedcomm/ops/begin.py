@@ -9,7 +9,7 @@ be under way at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -120,6 +120,11 @@ def begin_matmul_reduce_scatter(
 
 def _check_run(op: str, method: str) -> None:
     check_method(method)
+    if method == "fused":
+        raise ValueError(
+            f"{op}: begun and finished apart, it cannot run with method='fused', whose one kernel computes and waits "
+            "within one call; use 'auto', 'chunked' or 'serial'"
+        )
     if torch.compiler.is_compiling():
         raise ValueError(
             f"{op}: begun and finished apart, it keeps a transfer under way, which torch.compile cannot trace; "
@@ -137,12 +142,11 @@ def _call(op: str, group: ProcessGroup, sizes: Sequence[int], method: str, lead:
     return Call(op, group, tuple(sizes), choice)
 
 
-def _noted(call: Call, part: str = "") -> Call:
+def _noted(call: Call, device: torch.device, part: str = "") -> Call:
     """The call under the name of its part, with the path that it takes noted."""
-    choice = call.choice
-    op = f"{call.op}{part}"
-    note_path(Path(op, choice.method, choice.num_chunks, choice.reason))
-    return Call(op, call.group, call.sizes, choice)
+    call = replace(call, op=f"{call.op}{part}")
+    note_path(call.path(device))
+    return call
 
 
 @dataclass
@@ -160,7 +164,7 @@ class _BeginGather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, flight: _GatherFlight) -> Tensor:
         ctx.flight = flight
-        flight.gather = Gather(_noted(flight.call), x.contiguous(), keep=flight.save == "gathered")
+        flight.gather = Gather(_noted(flight.call, x.device), x.contiguous(), keep=flight.save == "gathered")
         return x.new_empty(0)
 
     @staticmethod
@@ -188,7 +192,7 @@ class _FinishGather(Function):
         grads = tuple(grad.contiguous() for grad in grads)
         defer_wgrad = flight.defer_wgrad
         trained = ctx.needs_input_grad[4 : 4 + len(weights)]
-        call = _noted(flight.call, " backward")
+        call = _noted(flight.call, saved.device, " backward")
         gather = None
         if any(trained) and flight.save == "shard":
             again = Call(f"{call.op} gather", call.group, call.sizes, call.choice)
@@ -225,7 +229,7 @@ class _BeginScatter(Function):
     def forward(ctx: Any, w: Tensor, flight: _ScatterFlight, *xs: Tensor) -> Tensor:
         ctx.flight, ctx.weight = flight, w
         ctx.save_for_backward(w, *xs)
-        flight.scatter = Scatter(_noted(flight.call), xs[0].shape[1], w.shape[0], xs[0])
+        flight.scatter = Scatter(_noted(flight.call, w.device), xs[0].shape[1], w.shape[0], xs[0])
         scatter_products(flight.scatter, xs, w, flight.input_activation)
         return w.new_empty(0)
 
@@ -256,7 +260,7 @@ class _FinishScatter(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         flight = ctx.flight
         if ctx.needs_input_grad[0]:
-            call = _noted(flight.call, " backward")
+            call = _noted(flight.call, grad.device, " backward")
             flight.gather = Gather(call, grad.contiguous(), keep=flight.defer_wgrad is not None)
         db = grad.sum((0, 1)) if ctx.needs_input_grad[1] else None
         return grad.new_empty(0), db, None

@@ -8,17 +8,19 @@ but hands all rows over at once: it is the baseline that overlap is measured aga
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fusedcomm.comm.channel import channel_of
 from fusedcomm.comm.pool import STAGING
 from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.comm.ring import Chunk, Direction, all_gather_steps, reduce_scatter_steps
-from fusedcomm.comm.transport import open_exchange
+from fusedcomm.comm.transport import FlagTransport, flag_transport_of, open_exchange
+from fusedcomm.ops.check import check_fused_dtype, refusing
 from fusedcomm.tune.cache import tuner_of
 from fusedcomm.tune.cost import Choice
 
@@ -36,6 +38,8 @@ class Call:
     # Rows per rank.
     sizes: tuple[int, ...]
     choice: Choice
+    # Who carries the chunks of a fused call.
+    transport: FlagTransport | None = None
 
     def signature(self, kind: str, features: Sequence[int], dtype: torch.dtype) -> str:
         """What every rank must agree on, in words."""
@@ -44,6 +48,12 @@ class Call:
             f"{str(dtype).removeprefix('torch.')} {self.choice.method} x{self.choice.num_chunks} "
             f"{self.choice.direction}{list(self.choice.nodes) or ''}"
         )
+
+    def path(self, device: torch.device) -> Path:
+        """The way that this call goes, for `last_path()`."""
+        choice, transport = self.choice, self.transport
+        carrier = transport.name if transport is not None else channel_of(self.group).backend_of(self.op, device)
+        return Path(self.op, choice.method, choice.num_chunks, choice.reason, carrier)
 
     @property
     def is_serial(self) -> bool:
@@ -96,8 +106,13 @@ def run_by(
         device=like.device,
         run=lambda choice: run(Call(op, group, sizes, choice)),
     )
-    note_path(Path(op, choice.method, choice.num_chunks, choice.reason))
-    return run(Call(op, group, sizes, choice))
+    call = Call(op, group, sizes, choice)
+    with refusing(op, group):
+        if choice.method == "fused":
+            check_fused_dtype(op, like.dtype)
+            call = replace(call, transport=flag_transport_of(group, op, like.device))
+    note_path(call.path(like.device))
+    return run(call)
 
 
 def flat(tensor: Tensor, start: int = 0, stop: int | None = None) -> Tensor:

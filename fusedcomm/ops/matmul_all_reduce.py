@@ -227,6 +227,10 @@ def _rows(whole: Tensor, chunk: Chunk | None, first: int = 0) -> Tensor | None:
 
 def _forward(x: Tensor, w: Tensor, bias: Tensor | None, call: Call) -> Tensor:
     """`[M, N]` from `x [M, K]`."""
+    if call.transport is not None:
+        from fusedcomm.ops import fused
+
+        return fused.matmul_reduce(fused.FusedCall.of(call), x.unsqueeze(1), w, bias).squeeze(1)
     all_reduce = _AllReduce(call, w.shape[0], bias, x)
     for start, stop, out in all_reduce.chunks():
         with span("compute", _OP):

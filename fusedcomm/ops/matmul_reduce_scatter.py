@@ -110,6 +110,10 @@ def _forward(
     xs: Sequence[Tensor], w: Tensor, bias: Tensor | None, input_activation: Activation | None, call: Call
 ) -> Tensor:
     """This rank's rows `[sizes[rank], lead, N]` from `x [M, lead, K]`."""
+    if call.transport is not None:
+        from fusedcomm.ops import fused
+
+        return fused.matmul_scatter(fused.FusedCall.of(call), activate(input_activation, xs), w, bias)
     scatter = Scatter(call, xs[0].shape[1], w.shape[0], xs[0])
     scatter_products(scatter, xs, w, input_activation)
     return scatter.finish(bias)
@@ -140,6 +144,12 @@ def _backward(
     grad = grad.contiguous()
 
     def run(call: Call) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+        if call.transport is not None:
+            from fusedcomm.ops import fused
+
+            return fused.matmul_scatter_backward(
+                fused.FusedCall.of(call), grad, xs, w, input_activation, need_x=need_x, need_w=need_w, keep=keep
+            )
         gather = Gather(call, grad, keep=keep)
         dxs, dw = multiply_gathered_gradient(gather, xs, w, input_activation, need_x=need_x, need_w=need_w)
         return dxs, dw, gather.full if keep else None

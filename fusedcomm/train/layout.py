@@ -135,6 +135,11 @@ def _layer_problems(config: Config) -> Iterator[str]:
         check_sync(_SYNC, tensor.tp_sync, tensor.split_dim, checkpointing)
     except ValueError as error:
         yield str(error)
+    if tensor.tp_sync != "every_layer" and tensor.method == "fused":
+        yield (
+            f"{_SYNC}={tensor.tp_sync} begins an op and finishes it later, but with method=fused one kernel does both; "
+            "use method=auto or tp_sync=every_layer"
+        )
 
 
 def _model_problems(config: Config, shape: TransformerConfig) -> Iterator[str]:

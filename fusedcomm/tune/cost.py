@@ -16,17 +16,21 @@ _MAX_CHUNKS = 5
 _MIN_ROWS = 32
 # What is expected to take so much longer than the best is not timed.
 _WORTH = 1.2
+# With fewer rows a fused kernel's chunk costs more, since copies of few megabytes are slow, than its early start gains.
+_ROWS_PER_FUSED_CHUNK = 512
+_MAX_FUSED_CHUNKS = 2
 METHODS = ("auto", "serial", "chunked", "fused")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A method, the chunks of the shard that nothing hides, how rows travel (`comm.ring`), and the reason in words.
+    """A method, its chunks, how rows travel (`comm.ring`), and the reason in words.
 
-    `nodes` are those of the ranks, for the direction `by_node`.
+    Chunks are those of the shard that nothing hides (`comm.ring`), or, if it is fused, of every shard. `nodes` are
+    those of the ranks, for the direction `by_node`.
     """
 
-    method: Literal["serial", "chunked"]
+    method: Literal["serial", "chunked", "fused"]
     num_chunks: int
     reason: str
     direction: Direction = "pairs"
@@ -43,11 +47,7 @@ class Seconds:
 
 
 def check_method(method: str) -> None:
-    """ValueError for a method that is unknown, or that this version cannot run."""
-    if method == "fused":
-        raise ValueError(
-            "method='fused' cannot run: its transports are not part of this version; use 'auto', 'chunked' or 'serial'"
-        )
+    """ValueError for a method that is unknown."""
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown; use 'auto', 'chunked', 'serial' or 'fused'")
 
@@ -63,6 +63,12 @@ def chunked(reason: str, *, world: int, rows: int) -> Choice:
     while num_chunks < _MAX_CHUNKS and (rows // world) >> num_chunks >= _ROWS_PER_CHUNK:
         num_chunks += 1
     return Choice("chunked", num_chunks, reason)
+
+
+def fused(reason: str, *, world: int, rows: int) -> Choice:
+    """Fused, with as many chunks a shard as leave each enough rows."""
+    num_chunks = rows // world // _ROWS_PER_FUSED_CHUNK
+    return Choice("fused", max(1, min(_MAX_FUSED_CHUNKS, num_chunks)), reason)
 
 
 def candidates(*, world: int, rows: int) -> list[Choice]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from helpers import assert_as_accurate
@@ -14,7 +16,7 @@ from fusedcomm.kernels.epilogue import Epilogue
 from fusedcomm.kernels.gemm import gemm
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-ACTIVATIONS = {None: lambda y: y, "gelu": gelu, "silu": silu}
+ACTIVATIONS = {None: lambda y: y, "gelu": gelu, "gelu_tanh": partial(gelu, approximate="tanh"), "silu": silu}
 # The interpreter truncates to bf16, where torch rounds.
 TIMES = {torch.float32: 2.0, torch.float16: 2.0, torch.bfloat16: 3.0}
 
@@ -124,7 +126,7 @@ def test_gemm_of_nothing_does_nothing(shape):
         ({"epilogue": Epilogue(torch.zeros(5).long())}, r"bias is torch.int64"),
         (
             {"epilogue": Epilogue(activation="relu")},
-            r"activation='relu'; must be one of \(None, 'gelu', 'silu', 'swiglu'\)",
+            r"activation='relu'; must be one of \(None, 'gelu', 'gelu_tanh', 'silu', 'swiglu'\)",
         ),
         ({"num_programs": 0}, r"num_programs=0; must be at least 1"),
         ({"w": torch.zeros(5, 3, device="meta")}, r"tensors are on cpu and meta; must be on one device"),

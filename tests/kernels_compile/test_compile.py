@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from fusedcomm.kernels.await_rows import await_rows_kernel
 from fusedcomm.kernels.config import ARCHITECTURES, CONFIGS, GemmConfig, fits
 from fusedcomm.kernels.machine_code import (
+    AWAIT_ROWS,
     GEMM_CASES,
     REDUCE,
     Case,
@@ -85,7 +85,7 @@ def test_reduce_runs_without_spilling(target):
 
 
 @pytest.mark.parametrize("target", ARCHITECTURES)
-def test_copies_and_waits_need_few_registers(target):
+def test_copies_need_few_registers(target):
     arch = ARCHITECTURES[target]
     pointers = {"source_ptr": "*bf16", "target_ptr": "*bf16"}
     clock = {"CLOCK": arch.backend == "cuda"}
@@ -97,9 +97,17 @@ def test_copies_and_waits_need_few_registers(target):
     assert spill_bytes == 0
     if arch.backend == "cuda":
         assert count(code, r"LDG\.E\.128") == count(code, r"STG\.E\.128") == PIECE_BYTES // (8 * 32 * 16)
-    words = dict.fromkeys(("flags_ptr", "epoch_ptr", "status_ptr"), "*i32") | {"chunk_starts_ptr": "*i64"}
-    wait = compile_kernel(await_rows_kernel, words, {"MAX_CHUNKS": 8} | clock, arch, num_warps=1)
-    assert resources(assembly(wait, arch), arch)[1] == 0
+
+
+@pytest.mark.parametrize("target", ARCHITECTURES)
+def test_the_wait_alone_runs_in_one_warp(target):
+    arch = ARCHITECTURES[target]
+    row = compile_row(AWAIT_ROWS, None, "i32", arch)
+    assert row.fits
+    assert row.spill_bytes == 0
+    if arch.backend == "cuda":
+        ptx = compile_case(AWAIT_ROWS, None, "i32", arch).asm["ptx"]
+        assert 0 < ptx.find("ld.global.sys.acquire") < ptx.rfind("%globaltimer")
 
 
 def test_products_of_sm_90_overlap_with_the_loads_of_the_next_steps():
@@ -152,5 +160,5 @@ def test_what_is_said_not_to_fit_does_not(config):
 def test_every_target_ships_every_kernel():
     for arch in ARCHITECTURES.values():
         rows = list(shipped(arch))
-        assert {case.kernel for case, _, _ in rows} == {*CASES, "reduce"}
-        assert {dtype for _, _, dtype in rows} == {"fp32", "bf16", "fp16", "fp8e4nv"}
+        assert {case.kernel for case, _, _ in rows} == {*CASES, "reduce", "await_rows"}
+        assert {dtype for _, _, dtype in rows} == {"fp32", "bf16", "fp16", "fp8e4nv", "i32"}

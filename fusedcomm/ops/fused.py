@@ -1,0 +1,288 @@
+"""The ops as one persistent kernel each, whose tiles wait for rows that arrive or announce rows that may leave.
+
+The counterpart of `ops.chunked`. It knows a transport and no process group. Tensors are `[rows, lead, features]`; every
+product and every sum runs on our kernels, and a chunk is ready when the flag says so that its transport raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fusedcomm.comm.record import span
+from fusedcomm.comm.transport import FlagTransport
+from fusedcomm.kernels.all_gather_matmul import all_gather_matmul
+from fusedcomm.kernels.await_rows import await_rows
+from fusedcomm.kernels.epilogue import NOTHING, Epilogue
+from fusedcomm.kernels.gemm import gemm
+from fusedcomm.kernels.grid import Grid, grid_of
+from fusedcomm.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+from fusedcomm.kernels.reduce import reduce
+from fusedcomm.ops.activation import Activation, activate, differentiate
+from fusedcomm.ops.chunked import Call, flat
+
+# The kernels' name of each activation of the ops.
+_ACTIVATIONS = {None: None, "gelu": "gelu_tanh", "silu": "silu", "swiglu": "swiglu"}
+
+
+@dataclass(frozen=True)
+class FusedCall:
+    """One call: what every rank must agree on, who carries it, and into how many chunks each shard is cut."""
+
+    op: str
+    transport: FlagTransport
+    # Rows per rank.
+    sizes: tuple[int, ...]
+    pieces: int
+
+    @classmethod
+    def of(cls, call: Call) -> FusedCall:
+        assert call.transport is not None
+        return cls(call.op, call.transport, call.sizes, call.choice.num_chunks)
+
+    def signature(self, kind: str, lead: int, features: int, dtype: torch.dtype) -> str:
+        """What every rank must agree on, in words."""
+        return (
+            f"{self.op}: {kind} sizes={list(self.sizes)} of [rows, {lead}, {features}] "
+            f"{str(dtype).removeprefix('torch.')} fused x{self.pieces}"
+        )
+
+    def matrix_sizes(self, lead: int) -> list[int]:
+        """Rows per rank of the tensors as matrices."""
+        return [size * lead for size in self.sizes]
+
+    def grid(self, like: Tensor) -> Grid:
+        return grid_of(like.device, like.dtype, self.transport.communication_sms)
+
+
+class Gather:
+    """Everybody's rows, on their way from now on into a buffer of the transport's."""
+
+    def __init__(self, call: FusedCall, shard: Tensor) -> None:
+        self._call = call
+        _, lead, features = shard.shape
+        self._shape = (sum(call.sizes), lead, features)
+        self._flight = call.transport.gather(
+            call.op,
+            call.signature("gather", lead, features, shard.dtype),
+            flat(shard.contiguous()),
+            call.matrix_sizes(lead),
+            call.pieces,
+        )
+
+    def multiply(self, weights: Sequence[Tensor], y: Tensor, epilogue: Epilogue = NOTHING) -> None:
+        """`y = epilogue(x @ w.T)` for one weight, or for several side by side; tiles wait for their rows."""
+        flight, x = self._flight, self._flight.x_full
+        with span("compute", self._call.op):
+            all_gather_matmul(
+                x,
+                weights,
+                y,
+                chunks=flight.chunks,
+                status=flight.status,
+                timeout_us=flight.timeout_us,
+                epilogue=epilogue,
+                **self._call.grid(x)._asdict(),
+            )
+
+    def complete(self) -> Tensor:
+        """All rows as a matrix, once they are there (on the current stream); gone after `finish`."""
+        flight = self._flight
+        with span("wait", f"{self._call.op} gather"):
+            await_rows(flight.chunks, len(flight.x_full), status=flight.status, timeout_us=flight.timeout_us)
+        return flight.x_full
+
+    def copy(self) -> Tensor:
+        """All rows in memory of their own."""
+        return self.complete().clone().view(self._shape)
+
+    def finish(self) -> None:
+        """Everything that reads the rows is launched. Raises what `Flight.finish` does."""
+        self._flight.finish()
+
+
+class Scatter:
+    """Partial sums of everybody's rows, on their way to the owners while they are computed."""
+
+    def __init__(self, call: FusedCall, lead: int, features: int, like: Tensor) -> None:
+        self._call = call
+        self._own_shape = (call.sizes[call.transport.rank], lead, features)
+        # A kernel announces no chunk without elements.
+        sizes = call.matrix_sizes(lead if features else 0)
+        self._flight = call.transport.scatter(
+            call.op, call.signature("scatter", lead, features, like.dtype), like, features, sizes, call.pieces
+        )
+
+    def multiply(self, x: Tensor, w: Tensor, residual: Tensor | None = None) -> None:
+        """The partial sums `x @ w.T + residual`: matrices, x with all rows; each chunk leaves once it is computed."""
+        flight, grid = self._flight, self._call.grid(x)
+
+        def launch() -> None:
+            matmul_reduce_scatter(
+                x,
+                w,
+                flight.y_partial,
+                chunks=flight.chunks,
+                counters=flight.counters,
+                residual=residual,
+                **grid._asdict(),
+            )
+
+        with span("compute", self._call.op):
+            # Empty where no chunk has elements, whatever the shape of x.
+            flight.produce(launch if flight.y_partial.numel() else lambda: None)
+
+    def finish(self, bias: Tensor | None = None) -> Tensor:
+        """The sum of this rank's own rows, in the order of ranks, plus `bias`; raises what `Flight.finish` does."""
+        flight = self._flight
+        total = flight.summands.new_empty(self._own_shape)
+        if total.numel():
+            with span("wait", f"{self._call.op} from all"):
+                rows = len(flight.summands) * flight.summands.shape[1]
+                await_rows(flight.arrivals, rows, status=flight.status, timeout_us=flight.timeout_us)
+            with span("compute", f"{self._call.op} sum"):
+                reduce(flight.summands, flat(total), bias=bias)
+        flight.finish()
+        return total
+
+
+def gather_matmul(
+    call: FusedCall,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    activation: Activation | None,
+    *,
+    keep: bool,
+) -> list[Tensor]:
+    """`[x_full, y, ...]` from this rank's rows of x; `x_full` is empty unless it is to be kept."""
+    gather = Gather(call, x)
+    rows = (sum(call.sizes), x.shape[1])
+    kind = _ACTIVATIONS[activation]
+    if activation == "swiglu":
+        # One launch computes both, and needs them alike.
+        bias = torch.cat(list(biases)) if biases else None
+        products = [([w.contiguous() for w in weights], Epilogue(bias, kind))]
+    else:
+        padded = biases or [None] * len(weights)
+        products = [([w], Epilogue(bias, kind)) for w, bias in zip(weights, padded)]
+    results = []
+    for operands, epilogue in products:
+        y = x.new_empty(*rows, operands[0].shape[0])
+        gather.multiply(operands, flat(y), epilogue)
+        results.append(y)
+    x_full = gather.copy() if keep else x.new_empty(0)
+    gather.finish()
+    return [x_full, *results]
+
+
+def gather_matmul_backward(
+    call: FusedCall,
+    grads: Sequence[Tensor],
+    grad_full: Tensor | None,
+    saved: Tensor,
+    weights: Sequence[Tensor],
+    *,
+    gathered: bool,
+    need_x: bool,
+    need_w: bool,
+    defer: bool,
+) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
+    """`(dx, [dw, ...], None)`, each if it is needed; with `defer` `(dx, [], x_full)`.
+
+    `saved` are all rows of x if it is `gathered`, else our own, which are gathered again behind the product for dx;
+    the partial sums of dx travel behind those for the weights.
+    """
+    gather = None
+    if need_w and not gathered:
+        gather = Gather(replace(call, op=f"{call.op} gather"), saved)
+    scatter = None
+    if need_x:
+        scatter = Scatter(call, saved.shape[1], saved.shape[2], saved)
+        _scatter_input_gradient(scatter, call, grads, grad_full, weights)
+    dws = []
+    x_full = saved
+    if gather is not None and defer:
+        x_full = gather.copy()
+    if need_w and not defer:
+        matrix = flat(saved) if gather is None else gather.complete()
+        dws = [weight_gradient(call, flat(grad), matrix) for grad in grads]
+    if gather is not None:
+        gather.finish()
+    dx = None if scatter is None else scatter.finish()
+    return dx, dws, x_full if defer else None
+
+
+def _scatter_input_gradient(
+    scatter: Scatter, call: FusedCall, grads: Sequence[Tensor], grad_full: Tensor | None, weights: Sequence[Tensor]
+) -> None:
+    """This rank's partial dx of all rows: all but the last product are added up in fp32 before the last is begun."""
+    residual = None if grad_full is None else flat(grad_full)
+    *first, (last_grad, last_w) = zip(grads, weights)
+    total = None
+    for grad, w in first:
+        rows = flat(grad)
+        if total is None:
+            total = rows.new_empty(len(rows), w.shape[1], dtype=torch.float32)
+        with span("compute", f"{call.op} dx"):
+            gemm(rows, w.t(), total, epilogue=Epilogue(residual=residual), **call.grid(rows)._asdict())
+        residual = total
+    scatter.multiply(flat(last_grad), last_w.t(), residual)
+
+
+def weight_gradient(call: FusedCall, grad: Tensor, x_full: Tensor) -> Tensor:
+    """`dy.T @ x` of matrices with all rows."""
+    dw = x_full.new_empty(grad.shape[1], x_full.shape[1])
+    with span("compute", f"{call.op} dw"):
+        gemm(grad.t(), x_full.t(), dw, **call.grid(x_full)._asdict())
+    return dw
+
+
+def matmul_scatter(call: FusedCall, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """This rank's rows of the sum, from all rows of x `[rows, lead, K]` and this rank's share of K."""
+    scatter = Scatter(call, x.shape[1], w.shape[0], x)
+    scatter.multiply(flat(x), w)
+    return scatter.finish(bias)
+
+
+def matmul_scatter_backward(
+    call: FusedCall,
+    grad: Tensor,
+    xs: Sequence[Tensor],
+    w: Tensor,
+    input_activation: Activation | None,
+    *,
+    need_x: bool,
+    need_w: bool,
+    keep: bool,
+) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+    """`([dx, ...], dw, dy_full)`, each if it is needed, no `dx` else: one gather of dy, for which dx waits chunk by
+    chunk, and then dw.
+    """
+    gather = Gather(call, grad)
+    dxs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs] if need_x else []
+    if not need_x:
+        inner = activate(input_activation, xs)
+    elif input_activation is None:
+        (inner,) = xs
+        gather.multiply([w.t()], flat(dxs[0]))
+    else:
+        inner_grad = torch.empty_like(dxs[0])
+        gather.multiply([w.t()], flat(inner_grad))
+        inner = differentiate(input_activation, xs, inner_grad, dxs)
+    dw = weight_gradient(call, gather.complete(), flat(inner)) if need_w else None
+    grad_full = gather.copy() if keep else None
+    gather.finish()
+    return dxs, dw, grad_full
+
+
+def matmul_reduce(call: FusedCall, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """The sum of all rows, on every rank the same: scattered while it is computed, and gathered after that."""
+    own = matmul_scatter(call, x, w, bias)
+    gather = Gather(replace(call, op=f"{call.op} gather"), own)
+    total = gather.copy()
+    gather.finish()
+    return total

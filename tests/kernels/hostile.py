@@ -1,0 +1,71 @@
+"""What may go wrong between ranks, made to happen: delays, stale rows, numbers that wrap, several chunks a shard."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from fusedcomm.comm import shared_memory, transport
+from fusedcomm.comm.channel import channel_of
+from fusedcomm.comm.shared import SharedTransport, _SharedFlight
+from fusedcomm.tune import cost
+
+# A buffer's second call has the largest number of 32 bits, its third the smallest.
+NEAR_WRAP = 2**31 - 3
+# In whatever dtype, bytes of these are NaN.
+_NAN = 255
+
+
+def late(rank: int, call: int) -> None:
+    """A delay that differs from rank to rank and from call to call, and now and then is long."""
+    time.sleep(random.Random(f"{rank} {call}").choice([0, 0, 0.002, 0.03]))
+
+
+@contextmanager
+def delayed_deliveries(rank: int) -> Iterator[None]:
+    """Each chunk of this rank leaves at some other time."""
+    deliver, chance = _SharedFlight._deliver, random.Random(rank)
+
+    def deliver_late(self: _SharedFlight, *args: Any) -> None:
+        time.sleep(chance.choice([0, 0, 0.01]))
+        deliver(self, *args)
+
+    with patch.object(_SharedFlight, "_deliver", deliver_late):
+        yield
+
+
+@contextmanager
+def poisoned_buffers() -> Iterator[None]:
+    """What a call has not received is NaN: buffers are when they are made, and again when they were read."""
+    create, timeout = shared_memory._create, _SharedFlight._timeout
+
+    def create_poisoned(path, num_bytes, world, epoch):
+        create(path, num_bytes, world, epoch)
+        for buffer in shared_memory._map(path, num_bytes, world):
+            buffer.data.fill_(_NAN)
+
+    def poison(self: _SharedFlight):
+        # Our rows have been sent, all others were read, and the peers are not told yet.
+        self._buffers[self._rank].data.fill_(_NAN)
+        return timeout(self)
+
+    with patch.object(shared_memory, "_create", create_poisoned), patch.object(_SharedFlight, "_timeout", poison):
+        yield
+
+
+def hostile(rank: int, world: int, function: Callable[..., Any], *args: Any) -> Any:
+    """`function(rank, world, *args)` on a transport of its own, with all of that."""
+    group = dist.group.WORLD
+    with ExitStack() as stack:
+        stack.enter_context(delayed_deliveries(rank))
+        stack.enter_context(poisoned_buffers())
+        stack.enter_context(patch.object(cost, "_ROWS_PER_FUSED_CHUNK", 2))
+        stack.enter_context(patch.object(cost, "_MAX_FUSED_CHUNKS", 3))
+        transport._flag_transports[group] = SharedTransport(channel_of(group), NEAR_WRAP)
+        return function(rank, world, *args)

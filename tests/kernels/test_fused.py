@@ -1,0 +1,262 @@
+"""method="fused" on real ranks over shared memory, its kernels interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import assert_as_accurate, run_ranks
+from hostile import hostile, late
+from hypothesis import HealthCheck, given, settings
+from op_cases import (
+    Case,
+    cases,
+    check_activated,
+    check_gather,
+    check_scatter,
+    equal,
+    run_activated,
+    run_gather,
+    run_scatter,
+)
+from torch.nn.functional import gelu, linear, silu
+
+from fusedcomm import PeerError, all_gather_matmul, last_path, matmul_all_reduce, matmul_reduce_scatter
+from fusedcomm.ops.begin import begin_all_gather_matmul, begin_matmul_reduce_scatter
+
+# A run on real ranks takes as long as it takes: no deadline, and nothing to call slow.
+on_ranks = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+TILES = Case(4, (2,), 0, (40, 33, 0, 17), 70, 40, torch.bfloat16, True, 3, "fused", "shard", False, True, 3)
+
+
+def times(dtype: torch.dtype) -> float:
+    # The interpreter truncates where torch rounds to bf16.
+    return 3.0 if dtype == torch.bfloat16 else 2.0
+
+
+@on_ranks
+@given(case=cases(("fused",)))
+def test_all_gather_matmul_matches_reference(case):
+    check_gather(case, run_ranks(case.world, hostile, run_gather, case), times(case.dtype))
+
+
+@on_ranks
+@given(case=cases(("fused",)))
+def test_matmul_reduce_scatter_matches_reference(case):
+    check_scatter(case, run_ranks(case.world, hostile, run_scatter, case), times(case.dtype))
+
+
+@pytest.mark.parametrize(("run", "check"), [(run_gather, check_gather), (run_scatter, check_scatter)])
+def test_many_tiles_match_reference_and_two_runs_are_bit_equal(run, check):
+    first, second = (run_ranks(4, hostile, run, TILES) for _ in range(2))
+    check(TILES, first, times(TILES.dtype))
+    assert equal(first, second)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu", "swiglu"])
+@pytest.mark.parametrize(("dtype", "defer"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
+def test_input_activation_matches_reference(activation, dtype, defer):
+    results = run_ranks(3, hostile, run_activated, activation, dtype, "fused", defer)
+    check_activated(activation, dtype, results, times(dtype))
+
+
+def run_calls(rank, world, num_calls):
+    group = dist.group.WORLD
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(8, 5, generator=generator, requires_grad=True)
+    errors = []
+    for call in range(num_calls):
+        # Every few calls need larger buffers than all before.
+        rows = 3 << (call // 2)
+        x = torch.randn(world * rows, 8, generator=generator).requires_grad_()
+        w = torch.randn(5, 8, generator=generator)
+        late(rank, call)
+        y = all_gather_matmul(x[rank * rows : (rank + 1) * rows], w, group=group, method="fused")
+        late(rank, call + 1)
+        z = matmul_reduce_scatter(y, v, group=group, method="fused")
+        z.sum().backward()
+        exact = world * linear(linear(x.double(), w.double()), v.double())[rank * rows : (rank + 1) * rows]
+        errors.append((z - exact).norm() / exact.norm())
+    assert last_path().transport == "shared"
+    return max(errors).item()
+
+
+def test_many_calls_of_growing_size_in_a_row():
+    assert max(run_ranks(3, hostile, run_calls, 8)) < 1e-6
+
+
+def run_gathered_gradient(rank, world):
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+    w = [torch.eye(5, requires_grad=True), 2 * torch.eye(5)]
+    (y, twice), full = all_gather_matmul(x, w, group=dist.group.WORLD, return_gathered=True, method="fused")
+    (y.sum() + twice.sum() + (full * full).sum()).backward()
+    return x.detach(), x.grad
+
+
+def test_gradient_flows_through_the_returned_gather():
+    for x, grad in run_ranks(3, run_gathered_gradient):
+        torch.testing.assert_close(grad, 3 * (3 * torch.ones_like(x) + 2 * x))
+
+
+def gelu_tanh(x):
+    return gelu(x, approximate="tanh")
+
+
+def run_activation(rank, world, dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, w, v = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((6, 6), (40, 6), (40, 6)))
+    b, c = torch.randn(40, generator=generator).to(dtype), torch.randn(40, generator=generator).to(dtype)
+    shard, group = x[3 * rank : 3 * rank + 3], dist.group.WORLD
+    for name, activation in {"silu": silu, "gelu": gelu_tanh}.items():
+        y = all_gather_matmul(shard, w, bias=b, group=group, activation=name, method="fused")
+        exact, plain = linear(x.double(), w.double(), b.double()), linear(x, w, b)
+        assert_as_accurate(y, activation(exact), activation(plain), times=times(dtype), name=name)
+        # What needs a gradient keeps what the activation is applied to.
+        grad = all_gather_matmul(
+            shard, w.detach().requires_grad_(), bias=b, group=group, activation=name, method="fused"
+        )
+        assert_as_accurate(grad, activation(exact), activation(plain), times=times(dtype), name=name)
+    y = all_gather_matmul(
+        shard, [w, v.t().contiguous().t()], bias=[b, c], group=group, activation="swiglu", method="fused"
+    )
+    exact = silu(linear(x.double(), w.double(), b.double())) * linear(x.double(), v.double(), c.double())
+    assert_as_accurate(y, exact, silu(linear(x, w, b)) * linear(x, v, c), times=times(dtype), name="swiglu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_activations_are_those_of_torch(dtype):
+    run_ranks(2, hostile, run_activation, dtype)
+
+
+def run_all_reduce(rank, world, dtype, rows):
+    generator = torch.Generator().manual_seed(0)
+    xs = [torch.randn(rows, 3, 7, generator=generator).to(dtype) for _ in range(world)]
+    ws = [torch.randn(5, 7, generator=generator).to(dtype) for _ in range(world)]
+    b = torch.randn(5, generator=generator).to(dtype)
+    x, w, bias = xs[rank].requires_grad_(), ws[rank].requires_grad_(), b.detach().requires_grad_()
+    y = matmul_all_reduce(x, w, bias=bias, group=dist.group.WORLD, method="fused")
+    y.sum().backward()
+    exact, plain = (
+        torch.stack([linear(a.to(wide), c.to(wide)) for a, c in zip(xs, ws)]).sum(0) + b.to(wide)
+        for wide in (torch.float64, dtype)
+    )
+    assert_as_accurate(y, exact, plain, times=times(dtype))
+    torch.testing.assert_close(x.grad, w.detach().sum(0).expand_as(x))
+    assert torch.equal(bias.grad, torch.full((5,), 3.0 * rows).to(dtype))
+    assert last_path().method == "fused"
+    return y.detach()
+
+
+@pytest.mark.parametrize(("world", "rows"), [(2, 5), (3, 1), (3, 11)])
+def test_matmul_all_reduce_gives_all_ranks_the_same_bits(world, rows):
+    results = run_ranks(world, hostile, run_all_reduce, torch.float32, rows)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def run_opcheck(rank, world):
+    torch.manual_seed(0)
+    name, ops = dist.group.WORLD.group_name, torch.ops.fusedcomm
+    x, w = torch.randn(5, 2, 6, requires_grad=True), [torch.randn(n, 6, requires_grad=True) for n in (3, 4)]
+    b = [torch.randn(n, requires_grad=True) for n in (3, 4)]
+    pair = [torch.randn(3, 6), torch.randn(3, 6)]
+    checks = [
+        (ops.all_gather_matmul.default, (x, w, b, name, [5, 5], "shard", "fused", False, None)),
+        (ops.all_gather_matmul.default, (x, w, [], name, [5, 5], "gathered", "fused", True, None)),
+        (ops.all_gather_matmul.default, (x.detach(), pair, [], name, [5, 5], "shard", "fused", False, "swiglu")),
+        (ops.matmul_reduce_scatter.default, ([x], w[0], b[0], name, None, [3, 2], "fused")),
+    ]
+    return [torch.library.opcheck(op, args) for op, args in checks]
+
+
+def test_opcheck_passes():
+    for results in run_ranks(2, run_opcheck, timeout_s=120):
+        for result in results:
+            assert set(result.values()) == {"SUCCESS"}
+
+
+def run_compiled(rank, world):
+    torch.manual_seed(rank)
+    group = dist.group.WORLD
+    leaves = [torch.randn(*shape, requires_grad=True) for shape in ((3, 4, 6), (5, 6), (5, 6), (6, 5), (6,))]
+
+    def block(x, w1, w2, w3, b):
+        h = all_gather_matmul(x, [w1, w2], group=group, activation="silu", dim=1, method="fused")
+        return matmul_reduce_scatter(h, w3, group=group, bias=b, input_activation="swiglu", dim=1, method="fused")
+
+    outputs = []
+    for function in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
+        y = function(*leaves)
+        y.square().sum().backward()
+        outputs.append([y.detach(), *(t.grad for t in leaves)])
+        for t in leaves:
+            t.grad = None
+    return equal(*outputs)
+
+
+def test_compiles_without_graph_breaks_to_the_same_bits():
+    assert run_ranks(2, run_compiled, timeout_s=120) == [True, True]
+
+
+X, W = torch.ones(4, 6), torch.ones(5, 6)
+REFUSED = {
+    "float64": lambda g: all_gather_matmul(X.double(), W.double(), group=g, method="fused"),
+    "reduce-scatter of float64": lambda g: matmul_reduce_scatter(X.double(), W.double(), group=g, method="fused"),
+    "begun": lambda g: begin_all_gather_matmul(X, [W], group=g, method="fused"),
+    "reduce-scatter begun": lambda g: begin_matmul_reduce_scatter(X, W, group=g, method="fused"),
+}
+
+
+def run_refused(rank, world):
+    messages = {}
+    for name, call in REFUSED.items():
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - the messages are matched by the test
+            call(dist.group.WORLD)
+        messages[name] = str(caught.value)
+    y = all_gather_matmul(torch.full((1, 2), float(rank)), torch.eye(2), group=dist.group.WORLD, method="fused")
+    return messages, y[:, 0].tolist(), last_path()
+
+
+def test_what_it_cannot_do_is_refused_and_leaves_the_group_usable():
+    for messages, y, path in run_ranks(2, run_refused):
+        for name, part in [
+            ("float64", "float32, bfloat16 or float16 but x has torch.float64"),
+            ("begun", "cannot run with method='fused'"),
+        ]:
+            assert part in messages[name]
+            assert part in messages[f"reduce-scatter {'of ' * (name == 'float64')}{name}"]
+        assert y == [0.0, 1.0]
+        assert (path.method, path.transport, path.reason) == ("fused", "shared", "asked for")
+
+
+MISMATCHES = {
+    "rows": (
+        lambda g: all_gather_matmul(X, W, group=g, method="fused"),
+        lambda g: all_gather_matmul(X[:3], W, group=g, method="fused"),
+        ["[4, 4", "[3, 3"],
+    ),
+    "op": (
+        lambda g: all_gather_matmul(X[:2], W, group=g, method="fused"),
+        lambda g: matmul_reduce_scatter(X, W, group=g, method="fused"),
+        ["all_gather_matmul:", "matmul_reduce_scatter:"],
+    ),
+    "method": (
+        lambda g: all_gather_matmul(X, W, group=g, method="fused"),
+        lambda g: all_gather_matmul(X, W, group=g, method="chunked"),
+        ["fused", "chunked"],
+    ),
+}
+
+
+def run_mismatch(rank, world, name):
+    # Buffers are there, so that the ranks come to the calls themselves.
+    for call in (MISMATCHES["rows"][0], lambda g: matmul_reduce_scatter(X, W, group=g, method="fused")):
+        call(dist.group.WORLD)
+    MISMATCHES[name][min(rank, 1)](dist.group.WORLD)
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_a_peer_that_calls_something_else_is_named_on_every_rank(name):
+    for rank, error in enumerate(run_ranks(2, run_mismatch, name, return_exceptions=True)):
+        assert isinstance(error, PeerError), error
+        for part in [*MISMATCHES[name][2], f"rank {rank} call"]:
+            assert part in str(error)
