@@ -102,7 +102,7 @@ def all_gather_matmul(
         )
     else:
         if not _needs_gradient(x, weights, biases):
-            # Nobody will ask for what the activation was applied to: it is the kernel's last step.
+            # Nobody will ask for what the activation was applied to: it may be the kernel's last step.
             within, activation = activation, None
         outputs = _forward_op(x, weights, biases, group.group_name, sizes, save, method, return_gathered, within)
     gathered, *results = outputs

@@ -1,29 +1,31 @@
 from __future__ import annotations
 
-import random
+import os
+import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import nullcontext
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import assert_as_accurate, run_ranks
+from helpers import RankFailure, assert_as_accurate, run_ranks
+from hostile import NEAR_WRAP, delayed_deliveries, late
 from peers import CONFIG
 from torch.nn.functional import linear
 
+from fusedcomm.comm import shared_memory
 from fusedcomm.comm.channel import channel_of
 from fusedcomm.comm.shared import SharedTransport, _SharedFlight
+from fusedcomm.errors import PeerError
 from fusedcomm.kernels.all_gather_matmul import all_gather_matmul
 from fusedcomm.kernels.await_rows import await_rows
+from fusedcomm.kernels.host_flags import is_up
 from fusedcomm.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from fusedcomm.kernels.reduce import reduce
 
 GRID = {"config": CONFIG, "num_programs": 2}
-# Three calls of a buffer later, epochs have crossed 2^31 and so changed their sign.
-NEAR_WRAP = 2**31 - 2
 
 
 def transport_of(first_epoch: int = NEAR_WRAP) -> SharedTransport:
@@ -32,24 +34,6 @@ def transport_of(first_epoch: int = NEAR_WRAP) -> SharedTransport:
 
 def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def late(rank: int, call: int) -> None:
-    """A delay that differs from rank to rank and from call to call, and now and then is long."""
-    time.sleep(random.Random(f"{rank} {call}").choice([0, 0, 0.002, 0.03]))
-
-
-@contextmanager
-def delayed_deliveries(rank: int) -> Iterator[None]:
-    """Each chunk of this rank leaves at some other time."""
-    deliver, chance = _SharedFlight._deliver, random.Random(rank)
-
-    def deliver_late(self: _SharedFlight, *args: Any) -> None:
-        time.sleep(chance.choice([0, 0, 0.01]))
-        deliver(self, *args)
-
-    with patch.object(_SharedFlight, "_deliver", deliver_late):
-        yield
 
 
 def delayed(rank, world, function, *args):
@@ -113,3 +97,124 @@ def scatter_often(rank, world, sizes, pieces, features):
 @pytest.mark.parametrize(("sizes", "pieces"), [([37], 2), ([37, 40], 1), ([0, 33, 5], 3), ([20, 0, 64, 1], 2)], ids=str)
 def test_scattered_sums_are_those_of_their_call(sizes, pieces):
     run_ranks(len(sizes), delayed, scatter_often, sizes, pieces, 20)
+
+
+def read_late(rank, world, with_barrier):
+    """Rank 1 reads its rows of call 1 when rank 0 has been through call 2 and is in call 3, on the same buffer."""
+    transport = transport_of()
+    group = dist.group.WORLD
+    without = nullcontext() if with_barrier else patch.object(_SharedFlight, "_await_done", lambda self, peer: None)
+    with without:
+        first, second = (transport.gather("op", f"op {call}", numbers(call, 8, 4), [8, 8], 1) for call in (1, 2))
+        if rank == 0:
+            for flight in (first, second):
+                await_rows(flight.chunks, 16, status=flight.status, timeout_us=flight.timeout_us)
+                flight.finish()
+            third = transport.gather("op", "op 3", numbers(3, 8, 4), [8, 8], 1)
+            dist.barrier(group)
+        else:
+            dist.barrier(group)
+            # Long enough for rank 0's thread to have copied, if nothing stops it.
+            deadline_s = time.monotonic() + (0.3 if with_barrier else 30)
+            epoch = int(first.chunks.epoch) + 1
+            while not is_up(first.chunks.flags, 0, epoch) and time.monotonic() < deadline_s:
+                time.sleep(0.001)
+            await_rows(first.chunks, 16, status=first.status, timeout_us=first.timeout_us)
+            found = next(call for call in (1, 3) if torch.equal(first.x_full[:8], numbers(call, 8, 4)))
+            first.finish()
+            second.finish()
+            third = transport.gather("op", "op 3", numbers(3, 8, 4), [8, 8], 1)
+        await_rows(third.chunks, 16, status=third.status, timeout_us=third.timeout_us)
+        arrived = torch.equal(third.x_full, numbers(3, 8, 4).repeat(2, 1))
+        third.finish()
+    return arrived, found if rank else None
+
+
+def test_rows_that_were_not_read_are_not_overwritten():
+    assert run_ranks(2, read_late, True) == [(True, None), (True, 1)]
+
+
+def test_without_the_reuse_barrier_they_would_be():
+    assert run_ranks(2, read_late, False) == [(True, None), (True, 3)]
+
+
+def names_left() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("fusedcomm-*")}
+
+
+def lose_peer(rank, world, how):
+    """The last rank is lost in some way; what the others get from their calls."""
+    transport = transport_of()
+    lost = rank == world - 1
+    if how == "while buffers are made" and lost:
+        with patch.object(shared_memory, "_create", lambda *args: os.kill(os.getpid(), signal.SIGKILL)):
+            gather_once(transport, rank, world, 1)
+    gather_once(transport, rank, world, 1)
+    if how == "between calls" and lost:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "silent" and lost:
+        time.sleep(6)
+        return
+    if how == "does not deliver" and lost:
+        with patch.object(_SharedFlight, "_deliver", lambda *args: None):
+            gather_once(transport, rank, world, 2)
+    gather_once(transport, rank, world, 2)
+    return
+
+
+def gather_once(transport, rank, world, call):
+    flight = transport.gather("op", f"op {call}", numbers(rank, 6, 4), [6] * world, 2)
+    await_rows(flight.chunks, 6 * world, status=flight.status, timeout_us=flight.timeout_us)
+    flight.finish()
+
+
+@pytest.mark.parametrize("how", ["while buffers are made", "between calls", "silent", "does not deliver"])
+def test_a_lost_peer_is_an_error_on_all_others_and_leaves_no_memory_behind(how):
+    before = names_left()
+    first, second, lost = run_ranks(3, lose_peer, how, return_exceptions=True, fresh_timeout_s=3.0, timeout_s=40)
+    for error in (first, second):
+        assert isinstance(error, PeerError), error
+        assert error.rank == 2 or how == "between calls"
+    if how in ("while buffers are made", "between calls"):
+        assert isinstance(lost, RankFailure)
+    if how == "does not deliver":
+        # The kernel itself has given up.
+        assert f"rank 2 of the group did not deliver chunk 4 of epoch {NEAR_WRAP + 1}" in str(first)
+        assert (first.rank, first.chunk) == (2, 4)
+    assert names_left() <= before
+
+
+def fail_twice(rank, world):
+    transport = transport_of()
+    messages = []
+    for call in range(3):
+        try:
+            gather_once(transport, rank, world, 10 * rank if call == 1 else call)
+        except PeerError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_after_an_error_every_call_repeats_it():
+    for first, second in run_ranks(2, fail_twice):
+        assert "call different things" in first
+        assert "an earlier call of this group failed (op: the ranks of the group call different things" in second
+
+
+def map_elsewhere(rank, world, folder):
+    if rank == 1:
+        shared_memory._FOLDER = Path(folder)
+    try:
+        with pytest.raises(ValueError, match="the ranks must run on one machine") as caught:
+            gather_once(transport_of(), rank, world, 1)
+    finally:
+        shared_memory._FOLDER = Path("/dev/shm")
+    return str(caught.value)
+
+
+def test_ranks_that_do_not_share_memory_are_told(tmp_path):
+    before = names_left()
+    for message in run_ranks(2, map_elsewhere, str(tmp_path)):
+        assert "rank 0 cannot use the group's shared memory: [Errno 2] No such file" in message
+    assert names_left() <= before
+    assert not list(tmp_path.iterdir())
