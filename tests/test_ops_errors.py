@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from helpers import RankFailure, run_ranks
 
-from fusedcomm import PeerError, all_gather_matmul, matmul_reduce_scatter
+from fusedcomm import PeerError, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,6 +64,25 @@ BAD_CALLS = [
 def test_bad_input_is_a_value_error_with_the_numbers(call, message):
     with pytest.raises(ValueError, match=message):
         call(dist.group.WORLD)
+
+
+def run_fused(rank, world):
+    messages = []
+    for op in (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - the messages are matched by the test
+            op(X, W, group=dist.group.WORLD, method="fused")
+        messages.append(str(caught.value))
+    # Refused by all ranks, they leave the group usable.
+    y = all_gather_matmul(torch.full((1, 2), float(rank)), torch.eye(2), group=dist.group.WORLD)
+    return messages, y[:, 0].tolist()
+
+
+def test_fused_on_the_cpu_is_refused_where_kernels_are_not_interpreted():
+    for messages, y in run_ranks(2, run_fused):
+        for message in messages:
+            assert "method='fused' on CPU tensors needs Triton's interpreter" in message
+            assert "use method='chunked'" in message
+        assert y == [0.0, 1.0]
 
 
 def gather(x, w, **options):
