@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import subprocess
 import sys
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from fusedcomm.parallel import disk
-from fusedcomm.parallel.disk import ActivationParking, DiskFolder
+from fusedcomm.parallel.disk import ActivationParking, DiskFolder, DiskTensors
+from fusedcomm.parallel.optimizer import Optimizer
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +125,41 @@ def test_a_full_disk_is_an_error_of_the_next_forward_or_backward(tmp_path, monke
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match=r"cannot take \d+ bytes more than the \d+ of this rank \(No space left"):
         gradients(parking)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_on_disk_is_the_one_in_memory(tmp_path, monkeypatch, dtype):
+    monkeypatch.setattr(disk, "_PART_BYTES", 3000)
+    results = []
+    for tensors in (None, DiskTensors(DiskFolder(tmp_path))):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(4))).to(dtype)
+        optimizer = Optimizer(model.named_parameters(), clip_norm=0.5, disk=tensors)
+        for step in range(4):
+            model(torch.randn(7, 20, dtype=dtype)).square().sum().backward()
+            optimizer.step(step, lr=0.01)
+            model.zero_grad()
+        # As from a checkpoint.
+        optimizer.load_state_dict(
+            {name: {key: value.clone() for key, value in own.items()} for name, own in optimizer.state_dict().items()}
+        )
+        results.append((list(model.parameters()), optimizer.state_dict()))
+    (params, state), (params_on_disk, state_on_disk) = results
+    assert all(map(torch.equal, params, params_on_disk))
+    for name, own in state.items():
+        assert all(torch.equal(value, state_on_disk[name][key]) for key, value in own.items())
+    assert any(own["exp_avg"].abs().sum() > 0 for own in state.values())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensors_in_files_are_used_part_by_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "_PART_BYTES", 3 * mmap.PAGESIZE)
+    tensors = DiskTensors(DiskFolder(tmp_path))
+    like = torch.empty(100)
+    for name in "abcde":
+        tensors.zeros(name, like), tensors.zeros(name, like)
+    assert list(tensors.in_turn("abcde")) == [["a", "b"], ["c", "d"], ["e"]]
+    assert list(tensors.in_turn("")) == []
 
 
 _DYING = """

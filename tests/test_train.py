@@ -150,10 +150,10 @@ def parked_bytes(rank, world, raw):
     return trainer.pipeline._parking.num_written_bytes
 
 
-def test_a_run_with_activations_on_disk_is_the_one_without(tmp_path):
+def test_a_run_on_disk_is_the_one_in_memory(tmp_path):
     overrides = {"model__ffn_hidden": 512, "data__seq_len": 96, "train__activation_checkpointing": {"full": [1]}}
     run(config(tmp_path / "memory", 2, 1, 2, **overrides))
-    on_disk = config(tmp_path / "disk", 2, 1, 2, train__offload={"activations": "disk"}, **overrides)
+    on_disk = config(tmp_path / "disk", 2, 1, 2, train__offload="disk", **overrides)
     run(on_disk)
     assert losses(tmp_path / "disk") == losses(tmp_path / "memory")
     # No file of it is left.

@@ -1,7 +1,7 @@
 """Data and pipeline parallelism around tensor-parallel layers, and the optimizer that sees the whole mesh."""
 
 from fusedcomm.parallel.data import GradientBuckets, main_grad_of
-from fusedcomm.parallel.disk import ActivationParking, DiskFolder
+from fusedcomm.parallel.disk import ActivationParking, DiskFolder, DiskTensors
 from fusedcomm.parallel.optimizer import LossScale, Optimizer, StepResult, cosine_lr
 from fusedcomm.parallel.pipeline import BuildStage, Pipeline
 from fusedcomm.parallel.schedule import SCHEDULES, split_layers, stage_to_rank, stages_on_each_rank
@@ -13,6 +13,7 @@ __all__ = [
     "ActivationParking",
     "BuildStage",
     "DiskFolder",
+    "DiskTensors",
     "GradientBuckets",
     "LossScale",
     "Optimizer",

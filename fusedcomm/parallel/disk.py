@@ -8,9 +8,10 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from fusedcomm.comm.worker import Worker
 _MIN_BYTES = 64 * 1024
 # Activations that are not written yet; a disk that is slower than computing holds computing up beyond that.
 _MAX_UNWRITTEN_BYTES = 256 * 2**20
+# Of the tensors in files, those that are in memory together.
+_PART_BYTES = 32 * 2**20
 
 
 class DiskFolder:
@@ -65,9 +68,52 @@ class MappedFile:
         """Its beginning, as a contiguous tensor of `like`'s shape and dtype."""
         return self.bytes[: like.nbytes].view(like.dtype).view(like.shape)
 
+    def read_ahead(self) -> None:
+        self._mapping.madvise(mmap.MADV_WILLNEED)
+
     def leave_memory(self) -> None:
         """Nothing is lost: the pages are the file's."""
         self._mapping.madvise(mmap.MADV_DONTNEED)
+
+
+class DiskTensors:
+    """Named tensors that stay in files. Those in use are in memory, and the next ones are read ahead by a thread."""
+
+    def __init__(self, folder: DiskFolder) -> None:
+        self._folder = folder
+        self._files: dict[str, list[MappedFile]] = {}
+        self._worker = Worker("fusedcomm-disk")
+        weakref.finalize(self, self._worker.close)
+
+    def zeros(self, name: str, like: Tensor) -> Tensor:
+        """A tensor of `like`'s shape and dtype, one of those that are used when `name` is."""
+        file = self._folder.map(_pages(like.nbytes))
+        self._files.setdefault(name, []).append(file)
+        return file.view(like)
+
+    def in_turn(self, names: Iterable[str]) -> Iterator[list[str]]:
+        """The names in parts: while one is used, the next is read and the one before leaves memory."""
+        parts: list[list[str]] = []
+        num_bytes = _PART_BYTES
+        for name in names:
+            if num_bytes >= _PART_BYTES:
+                parts.append([])
+                num_bytes = 0
+            parts[-1].append(name)
+            num_bytes += sum(file.bytes.numel() for file in self._files[name])
+        for part, following in zip_longest(parts, parts[1:], fillvalue=()):
+            self._worker.submit(partial(self._each, MappedFile.read_ahead, following))
+            yield list(part)
+            self._worker.submit(partial(self._each, MappedFile.leave_memory, part))
+
+    def _each(self, do: Callable[[MappedFile], None], names: Iterable[str]) -> None:
+        for name in names:
+            for file in self._files[name]:
+                do(file)
+
+
+def _pages(num_bytes: int) -> int:
+    return max(1, -(-num_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
 class _Saved:
@@ -140,7 +186,7 @@ class ActivationParking:
         return ParkedActivations(self, kept)
 
     def park(self, tensor: Tensor) -> _Saved:
-        size = -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = _pages(tensor.nbytes)
         saved = _Saved(tensor, self._free.setdefault(size, deque()))
         with self._lock:
             if self._unwritten_bytes >= _MAX_UNWRITTEN_BYTES:

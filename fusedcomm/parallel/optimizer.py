@@ -15,6 +15,7 @@ from fusedcomm.comm.mesh import Mesh
 from fusedcomm.comm.record import span
 from fusedcomm.nn.layout import layout_of
 from fusedcomm.parallel.data import main_grad_of
+from fusedcomm.parallel.disk import DiskTensors
 
 
 def cosine_lr(step: int, *, peak: float, warmup_steps: int, total_steps: int, minimum: float = 0.0) -> float:
@@ -70,6 +71,9 @@ class Optimizer:
 
     Non-finite gradients: with a `loss_scale` (fp16) all ranks skip the step and halve the scale; without, all
     raise FloatingPointError naming the step, ranks and parameters, before any weight has changed.
+
+    With `disk`, moments and those masters that are not the parameters themselves lie in files: a step brings them into
+    memory part by part.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Optimizer:
         clip_norm: float | None = 1.0,
         loss_scale: LossScale | None = None,
         counted_elsewhere: Collection[str] = (),
+        disk: DiskTensors | None = None,
     ) -> None:
         self._params = {name: param for name, param in named_params if param.requires_grad}
         self._mesh = mesh
@@ -90,11 +95,12 @@ class Optimizer:
         self._clip_norm = clip_norm
         self.loss_scale = loss_scale
         self._counted = {name for name in self._params if self._counts_here(name, counted_elsewhere)}
-        self._masters = {name: _master(param) for name, param in self._params.items()}
+        self._disk = disk
+        self._masters = {name: self._master(name, param) for name, param in self._params.items()}
         self._moments = {
             name: {
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
+                "exp_avg": self._zeros(name, master),
+                "exp_avg_sq": self._zeros(name, master),
                 "step": torch.zeros((), dtype=torch.float32, device=master.device),
             }
             for name, master in self._masters.items()
@@ -221,10 +227,14 @@ class Optimizer:
 
     @torch.no_grad()
     def _adamw(self, grads: dict[str, Tensor], lr: float) -> None:
-        for decays in (True, False):
-            names = [name for name in grads if (self._params[name].dim() >= 2) == decays]
-            if not names:
-                continue
+        # Element by element, so parts make no difference to the numbers.
+        for part in (list(grads),) if self._disk is None else self._disk.in_turn(grads):
+            for decays in (True, False):
+                self._adamw_on([name for name in part if (self._params[name].dim() >= 2) == decays], grads, lr, decays)
+            self._round_into_params(part)
+
+    def _adamw_on(self, names: list[str], grads: dict[str, Tensor], lr: float, decays: bool) -> None:
+        if names:
             moments = [self._moments[name] for name in names]
             adamw(
                 [self._masters[name] for name in names],
@@ -242,7 +252,15 @@ class Optimizer:
                 eps=self._eps,
                 maximize=False,
             )
-        self._round_into_params(grads)
+
+    def _zeros(self, name: str, like: Tensor) -> Tensor:
+        return torch.zeros_like(like) if self._disk is None else self._disk.zeros(name, like)
+
+    def _master(self, name: str, param: nn.Parameter) -> nn.Parameter:
+        if param.dtype == torch.float32:
+            return param
+        values = param.detach().float()
+        return nn.Parameter(values if self._disk is None else self._disk.zeros(name, values).copy_(values))
 
     def _grads(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The fp32 gradients of those that have one."""
@@ -261,12 +279,6 @@ def _norms(grads: list[Tensor]) -> list[Tensor]:
         return []
     # One fused pass; `get_total_norm` would sum in fp32.
     return list(torch._foreach_norm(grads, 2, dtype=torch.float64))  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _master(param: nn.Parameter) -> nn.Parameter:
-    if param.dtype == torch.float32:
-        return param
-    return nn.Parameter(param.detach().float())
 
 
 def _fp32_grad(param: nn.Parameter) -> Tensor | None:

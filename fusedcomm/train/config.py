@@ -179,8 +179,10 @@ class CheckpointingConfig(_Section):
 
 
 class OffloadConfig(_Section):
-    """What lies in files, on the disk of the rank's machine, while it is not used; for CPU ranks."""
+    """What lies in files, on the disk of the rank's machine, while it is not used; for CPU ranks. A word is both."""
 
+    # AdamW's moments, and the fp32 masters of weights in another precision.
+    optimizer: Literal["none", "disk"] = "none"
     # What forward saves for backward.
     activations: Literal["none", "disk"] = "none"
     # null: train.output_dir.
@@ -206,7 +208,10 @@ class TrainConfig(_Section):
     activation_checkpointing: Annotated[
         CheckpointingConfig, BeforeValidator(lambda given: {"others": given} if isinstance(given, str) else given)
     ] = CheckpointingConfig()
-    offload: OffloadConfig = OffloadConfig()
+    offload: Annotated[
+        OffloadConfig,
+        BeforeValidator(lambda given: {"optimizer": given, "activations": given} if isinstance(given, str) else given),
+    ] = OffloadConfig()
     # null: at the end only.
     eval_every: Count | None = None
     # Passes of global_batch / accumulation samples; null: the whole validation part.

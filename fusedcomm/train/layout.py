@@ -220,8 +220,8 @@ def _training_problems(config: Config) -> Iterator[str]:
             "train.offload.activations: disk does not go with selective checkpointing, which keeps the GEMMs' outputs "
             "itself, out of reach; use full or none"
         )
-    if train.offload.folder is not None and train.offload.activations == "none":
-        yield f"train.offload.folder: {train.offload.folder} would stay empty; set train.offload.activations: disk"
+    if train.offload.folder is not None and "disk" not in (train.offload.activations, train.offload.optimizer):
+        yield f"train.offload.folder: {train.offload.folder} would stay empty; set train.offload.optimizer: disk"
     if train.loss_scale.initial != 2.0 ** round(math.log2(train.loss_scale.initial)):
         yield f"train.loss_scale.initial: {train.loss_scale.initial:g} is no power of two, so scaling rounds; use one"
 

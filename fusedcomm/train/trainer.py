@@ -22,6 +22,7 @@ from fusedcomm.ops.wgrad import DeferWgrad
 from fusedcomm.parallel import (
     ActivationParking,
     DiskFolder,
+    DiskTensors,
     GradientBuckets,
     LossScale,
     Optimizer,
@@ -65,6 +66,7 @@ class Trainer:
         seq_len = config.data.seq_len
         own_positions = chunk_sizes(seq_len, mesh.tp)[mesh.tp_rank]
         flops = layer_flops(self.shape)
+        folder = self._disk_folder()
         self.pipeline = Pipeline(
             self._build_stage,
             layer_costs=[flops.layer] * self.shape.layers,
@@ -79,7 +81,7 @@ class Trainer:
             device=mesh.device,
             schedule=parallel.pipeline_parallel.schedule,
             stages_per_rank=parallel.pipeline_parallel.stages_per_rank,
-            parking=self._parking(),
+            parking=ActivationParking(folder) if folder is not None and train.offload.activations == "disk" else None,
         )
         self.idle = [0.0] * mesh.pp
         self.params = dict(self.pipeline.named_parameters())
@@ -102,6 +104,7 @@ class Trainer:
             clip_norm=train.clip_norm,
             loss_scale=loss_scale_of(config),
             counted_elsewhere=["output.weight"] if self.has_second_copy else [],
+            disk=DiskTensors(folder) if folder is not None and train.offload.optimizer == "disk" else None,
         )
         self._last_norm = 0.0
 
@@ -208,16 +211,16 @@ class Trainer:
             dtype=self.dtype,
         )
 
-    def _parking(self) -> ActivationParking | None:
+    def _disk_folder(self) -> DiskFolder | None:
         offload = self.config.train.offload
-        if offload.activations == "none":
+        if "disk" not in (offload.activations, offload.optimizer):
             return None
         if self.mesh.device.type != "cpu":
             raise ValueError(
-                f"train.offload.activations: disk is for CPU ranks, and this one computes on {self.mesh.device.type}; "
+                f"train.offload: disk is for CPU ranks, and this one computes on {self.mesh.device.type}; "
                 "use none, and train.activation_checkpointing"
             )
-        return ActivationParking(DiskFolder(Path(offload.folder or self.config.train.output_dir)))
+        return DiskFolder(Path(offload.folder or self.config.train.output_dir))
 
     def _tie(self) -> TiedWeights | None:
         if not self.shape.tied_embeddings or self.mesh.pp == 1:
