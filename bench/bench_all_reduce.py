@@ -1,4 +1,6 @@
-"""Sums of a gradient `[N, K]` over the ranks, by algorithm; nothing is computed meanwhile, and M means nothing.
+"""Sums of a gradient `[N, K]` over the ranks, by algorithm, and by levels with less on the wire across nodes.
+
+Nothing is computed meanwhile, and M means nothing.
 
 With `--nodes` ranks share a node's link to the others, which is 10 times slower than a rank's link inside. `--link`
 must be a rate: there is no GEMM to derive one from.
@@ -14,14 +16,17 @@ import torch.distributed as dist
 from fusedcomm.bench.case import Case, Method, Results, Spec, normal, world_group
 from fusedcomm.bench.errors import BenchError
 from fusedcomm.comm.collective import AllReduce, Collective
+from fusedcomm.comm.compress import Bf16, Codec, Int8
 from fusedcomm.comm.hierarchical import Hierarchical, level_groups
 from fusedcomm.comm.tree import Tree
 from fusedcomm.tune.cost import Links, fastest_algorithm
 from fusedcomm.tune.links import measure_links
 
 # `torch` is the ring.
-METHODS = ("torch", "tree", "hierarchical", "auto")
 TORCH_METHOD = "torch"
+METHODS = ("torch", "tree", "hierarchical", "auto", "bf16", "int8")
+# Codecs, and what two encodings by one may lose of normal numbers.
+_CODECS: dict[str, tuple[Codec, float]] = {"bf16": (Bf16(), 0.01), "int8": (Int8(), 0.02)}
 EXTRA_METHODS = ()
 _TIMEOUT_S = 600.0
 
@@ -60,6 +65,9 @@ class _AllReduce:
                 for where, link in (("in a node", self._links.in_node), ("across nodes", self._links.across))
             )
             return self._summing(self._collective(chosen), note=f"{chosen}, by the links' cost: {links}")
+        if name in _CODECS:
+            codec, loss = _CODECS[name]
+            return self._summing(Hierarchical(*self._levels, across_codec=codec), loss=loss)
         return self._summing(self._collective(name))
 
     def reference(self, dtype: torch.dtype) -> Results:
@@ -85,7 +93,7 @@ class _AllReduce:
             return Hierarchical(*self._levels)
         return AllReduce(world_group())
 
-    def _summing(self, collective: Collective, note: str = "") -> Method:
+    def _summing(self, collective: Collective, note: str = "", loss: float = 0.0) -> Method:
         total = torch.empty_like(self._own)
 
         def prepare() -> None:
@@ -95,4 +103,4 @@ class _AllReduce:
             collective.start(total.view(-1), 0).wait()
             return {"sum": total}
 
-        return Method(run, prepare, note)
+        return Method(run, prepare, note, loss=loss)

@@ -278,7 +278,7 @@ def _check(state: RankState, name: str) -> _Verdict:
     method = _method(state, name)
     results = method.run()
     _finish(state, name)
-    wrong = complaints(results, state.kept["exact"], state.kept["plain"])
+    wrong = complaints(results, state.kept["exact"], state.kept["plain"], method.loss)
     path = last_path() if name in _OURS else None
     if path is None:
         return _Verdict(wrong, 1, method.note)

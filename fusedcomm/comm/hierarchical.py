@@ -129,10 +129,13 @@ class Hierarchical:
             at_level.send_summands()
             yield
             at_level.add_up()
+        keeps_error = True
         for at_level in reversed(sums):
-            at_level.send_sum()
+            at_level.send_sum(keeps_error)
             yield
             at_level.fill()
+            # Every node encodes the same sum for its ranks, and misses the same: it counts once.
+            keeps_error &= at_level.is_first
         for at_level in sums:
             at_level.finish()
 
@@ -161,6 +164,7 @@ class _ChunkSum:
         sizes = chunk_sizes(chunk.numel(), level.world)
         self._shards = chunk.split(sizes)
         self._errors = [None] * level.world if error is None else error.split(sizes)
+        self.is_first = level.rank == 0
         self.own, self.own_error = self._shards[level.rank], self._errors[level.rank]
         # Peers with something to receive from this rank.
         self._owners = [peer for peer in level.peers if sizes[peer]]
@@ -195,11 +199,11 @@ class _ChunkSum:
         if total is not self.own:
             self.own.copy_(total)
 
-    def send_sum(self) -> None:
+    def send_sum(self, keeps_error: bool) -> None:
         if not self.own.numel():
             self._gather.send({})
             return
-        wire = self._encoded(self._level.rank)
+        wire = self._encoded(self._level.rank, keeps_error)
         if self._codec is not None:
             # All ranks must hold the same bits: the owner too has what the others will decode.
             self._codec.decode(wire, self.own)
@@ -217,13 +221,13 @@ class _ChunkSum:
         for buffer in self._staged:
             _POOL.give(buffer)
 
-    def _encoded(self, rank: int) -> Tensor:
-        """What stands for that rank's shard on the wire; the error goes to the residual."""
+    def _encoded(self, rank: int, keeps_error: bool = True) -> Tensor:
+        """What stands for that rank's shard on the wire; the error goes to the residual, or is another's to keep."""
         shard = self._shards[rank]
         if self._codec is None:
             return shard
         wire = self._take_wire(shard)
-        self._codec.encode(shard, wire, self._errors[rank])
+        self._codec.encode(shard, wire, self._errors[rank] if keeps_error else None)
         return wire
 
     def _decoded(self, wire: Tensor) -> Tensor:

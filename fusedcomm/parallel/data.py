@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fusedcomm.comm.collective import AllReduce, Collective, Pending, bulk_group
+from fusedcomm.comm.compress import Layout, Place
 from fusedcomm.comm.plan import Forecast, Pace, Piece, pace_of, plan
 from fusedcomm.comm.queue import TransferQueue
 from fusedcomm.comm.record import span
@@ -33,6 +34,10 @@ from fusedcomm.parallel.buckets import (
 _FIRST_BUCKET_MB = 4.0
 # Steps from one agreement on rates and times to the next.
 _STEPS_BETWEEN_PLANS = 256
+
+
+def _all_reduce(group: ProcessGroup, layout: Layout) -> Collective:
+    return AllReduce(group)
 
 
 class GradientBuckets:
@@ -85,7 +90,7 @@ class GradientBuckets:
         bucket_mb: float | None = None,
         window_mb: float | None = None,
         layers: Iterable[nn.Module] = (),
-        collective: Callable[[ProcessGroup], Collective] = AllReduce,
+        collective: Callable[[ProcessGroup, Layout], Collective] = _all_reduce,
     ) -> None:
         named = [(name, param) for name, param in named_params if param.requires_grad]
         if len({id(param) for _, param in named}) < len(named):
@@ -110,7 +115,7 @@ class GradientBuckets:
         self._cut(int((bucket_mb or _FIRST_BUCKET_MB) * 2**20))
         self._timing: Timing | None = None
         if self._dp_group is not None:
-            self._collective = collective(bulk_group(self._dp_group, self._flat.device))
+            self._collective = collective(bulk_group(self._dp_group, self._flat.device), self.layout)
             self._queue = TransferQueue("gradients", self._flat.device)
         for slot in slots:
             slot.param.register_post_accumulate_grad_hook(self._collect)
@@ -202,6 +207,17 @@ class GradientBuckets:
     def num_bytes(self) -> int:
         """Bytes of all gradients on this rank: what one all-reduce of the step moves in."""
         return self._flat.nbytes
+
+    @property
+    def flat(self) -> Tensor:
+        """All gradients, `[elements]`, as `layout` says."""
+        return self._flat
+
+    @property
+    def layout(self) -> Layout:
+        """Where each gradient lies in the buffer of all."""
+        places = [Place(slot.name, slot.start, tuple(slot.param.shape)) for slot in self._slots.values()]
+        return Layout(places, self._flat.numel(), self._flat.device)
 
     @property
     def slots(self) -> list[Slot]:

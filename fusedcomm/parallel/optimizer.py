@@ -66,7 +66,8 @@ class Optimizer:
 
     What travels: two fp64 numbers per rank and step. Each gradient counts once in the norm: shards on every
     tensor-parallel rank, replicated parameters on the first, all of them on the first data-parallel rank
-    only, and names in `counted_elsewhere` (the second copy of a tied weight) not at all. The sum is taken in
+    only, and names in `counted_elsewhere` (the second copy of a tied weight) not at all. With `per_replica` each
+    data-parallel replica has a norm of its own, over its own ranks. The sum is taken in
     rank order, so that every rank clips by the same number, to the last bit.
 
     Non-finite gradients: with a `loss_scale` (fp16) all ranks skip the step and halve the scale; without, all
@@ -88,9 +89,10 @@ class Optimizer:
         loss_scale: LossScale | None = None,
         counted_elsewhere: Collection[str] = (),
         disk: DiskTensors | None = None,
+        per_replica: bool = False,
     ) -> None:
         self._params = {name: param for name, param in named_params if param.requires_grad}
-        self._mesh = mesh
+        self._mesh, self._per_replica = mesh, per_replica
         self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
         self._clip_norm = clip_norm
         self.loss_scale = loss_scale
@@ -167,13 +169,18 @@ class Optimizer:
                     tensor.copy_(state[name][key])
         self._round_into_params(self._params)
 
+    def round_masters(self) -> None:
+        """Round the masters, which someone has changed, into the parameters."""
+        self._round_into_params(self._params)
+
     def _counts_here(self, name: str, counted_elsewhere: Collection[str]) -> bool:
         if name in counted_elsewhere:
             return False
         if self._mesh is None:
             return True
         sharded = layout_of(self._params[name]).shard_dim is not None
-        return self._mesh.dp_rank == 0 and (sharded or self._mesh.tp_rank == 0)
+        is_counted_replica = self._per_replica or self._mesh.dp_rank == 0
+        return is_counted_replica and (sharded or self._mesh.tp_rank == 0)
 
     def _global_norm(self, grads: dict[str, Tensor]) -> float:
         """Root of the sum of squares over the mesh, of fp64 sums; NaN or infinite if any rank holds such a one."""
@@ -190,7 +197,11 @@ class Optimizer:
             with span("wait", "gradient_norm", local.nbytes):
                 dist.all_gather(ranks, local)
         total = torch.stack(ranks).cpu()
-        return math.sqrt(total[:, 0].sum().item()) + total[:, 1].sum().item()
+        counted = total
+        if self._mesh is not None and self._per_replica:
+            counted = total[self._mesh.device_mesh.mesh[:, self._mesh.dp_rank].flatten()]
+        # Whether it is finite must be the same on all ranks, which go on or stop together.
+        return math.sqrt(counted[:, 0].sum().item()) + total[:, 1].sum().item()
 
     def _device(self) -> torch.device:
         if self._mesh is not None:

@@ -13,16 +13,20 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fusedcomm.nn import layout_of
 from fusedcomm.train.config import dump_config
 from fusedcomm.train.trainer import Trainer
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_DIRECTIONS = ".directions"
 _NAME = re.compile(r"step-(\d{8})")
 
 
@@ -32,16 +36,23 @@ def save_checkpoint(folder: Path, trainer: Trainer, progress: dict[str, Any]) ->
     `progress["step"]` is the number of steps done. All ranks must see the same file system.
     """
     trainer.settle()
+    holds_sum = trainer.replicas is not None and trainer.replicas.holds_sum
+    has_late_sum = trainer.delayed is not None and trainer.delayed.has_sum
     final = folder / f"step-{progress['step']:08d}"
     partial = final.with_suffix(".partial")
     if trainer.mesh.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    dcp.save(_state(trainer), checkpoint_id=partial)
+    with trainer.shared_weights():
+        dcp.save(_state(trainer) | {"by_rank": _own_state(trainer)}, checkpoint_id=partial)
     if trainer.mesh.rank == 0:
         loss_scale = trainer.optimizer.loss_scale
-        progress = progress | {"loss_scale": None if loss_scale is None else vars(loss_scale)}
+        progress = progress | {
+            "loss_scale": None if loss_scale is None else vars(loss_scale),
+            "sync": trainer.config.parallel_config.data_parallel.sync,
+            "has_sum": holds_sum or has_late_sum,
+        }
         (partial / "progress.json").write_text(json.dumps(progress, indent=1) + "\n")
         (partial / "config.yaml").write_text(dump_config(trainer.config))
         shutil.rmtree(final, ignore_errors=True)
@@ -53,15 +64,28 @@ def save_checkpoint(folder: Path, trainer: Trainer, progress: dict[str, Any]) ->
 def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
     """Read weights and moments into `trainer`, whatever layout wrote them; returns the progress.
 
+    What belongs to one rank alone can be read under the same layout only. That is the residual of a compression, which
+    starts at zero where it cannot be read: `progress["reset"]` says so. And it is what replicas have for themselves
+    that train apart.
+
     Raises:
-        ValueError: the folder is no complete checkpoint, or of another model.
+        ValueError: the folder is no complete checkpoint, of another model, or written with another `sync`; with
+            `local_sgd` and `diloco` also if it was written by another number of replicas.
     """
     if not (path / "progress.json").is_file():
         raise ValueError(
             f"checkpoint {path}: there is no progress.json; give a complete checkpoint's folder (step-XXXXXXXX)"
         )
+    progress = json.loads((path / "progress.json").read_text())
+    sync = trainer.config.parallel_config.data_parallel.sync
+    if trainer.mesh.dp > 1 and progress["sync"] != sync:
+        raise ValueError(
+            f"checkpoint {path} was written with data_parallel.sync: {progress['sync']}, and this run has {sync}; "
+            "go on with the same, or start anew"
+        )
     trainer.settle()
-    state = _state(trainer)
+    own, progress["reset"] = _readable(trainer, path)
+    state = _state(trainer) | {"by_rank": own}
     try:
         dcp.load(state, checkpoint_id=path)
     except CheckpointException as error:
@@ -71,11 +95,22 @@ def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
             f"compare its config.yaml with the model section of this run"
         ) from error
     # The tensors read are the optimizer's own; this rounds the masters into the parameters.
-    own = trainer.optimizer.state_dict()
+    tensors = trainer.optimizer.state_dict()
     if _holds_both_copies(trainer):
-        own["output.weight"] = own["embedding.weight"]
-    trainer.optimizer.load_state_dict(own)
-    progress = json.loads((path / "progress.json").read_text())
+        tensors["output.weight"] = tensors["embedding.weight"]
+    trainer.optimizer.load_state_dict(tensors)
+    if trainer.replicas is not None:
+        trainer.replicas.restart(holds_sum=progress["has_sum"])
+    if trainer.delayed is not None:
+        trainer.delayed.has_sum = progress["has_sum"]
+    if trainer.sums is not None and trainer.sums.low_rank is not None:
+        trainer.sums.low_rank.load_state_dict(
+            {
+                name.removesuffix(_DIRECTIONS): part.to_local()[0, 0]
+                for name, part in state["by_rank"].items()
+                if name.endswith(_DIRECTIONS)
+            }
+        )
     loss_scale = trainer.optimizer.loss_scale
     if loss_scale is not None and progress["loss_scale"] is not None:
         vars(loss_scale).update(progress["loss_scale"])
@@ -97,14 +132,64 @@ def _state(trainer: Trainer) -> dict[str, dict[str, Any]]:
         # The last stage's copy of a tied weight is the embedding; written twice, it is stored once.
         name_of_whole = "embedding.weight" if name == "output.weight" and trainer.has_second_copy else name
         state["model"][name_of_whole] = _as_dtensor(trainer, name, tensors["master"])
-        for key in ("exp_avg", "exp_avg_sq"):
-            state["optimizer"][f"{name_of_whole}.{key}"] = _as_dtensor(trainer, name, tensors[key])
+        if trainer.replicas is None:
+            for key in _MOMENTS:
+                state["optimizer"][f"{name_of_whole}.{key}"] = _as_dtensor(trainer, name, tensors[key])
         state["optimizer"][f"{name_of_whole}.step"] = tensors["step"]
+    for key, tensor in trainer.late_sums().items():
+        state["optimizer"][key] = _as_dtensor(trainer, key.rpartition(".")[0], tensor)
     return state
+
+
+def _own_state(trainer: Trainer) -> dict[str, DTensor]:
+    """Live tensors that each rank has for itself, `[1, 1, ...]` of `[dp, tp, ...]`."""
+    own = {} if trainer.sums is None else trainer.sums.residual_state()
+    if trainer.sums is not None and trainer.sums.low_rank is not None:
+        directions = trainer.sums.low_rank.state_dict()
+        own |= {f"{block}{_DIRECTIONS}": tensor for block, tensor in directions.items()}
+    if trainer.replicas is not None:
+        own |= trainer.replicas.own_state()
+        for name, tensors in trainer.optimizer.state_dict().items():
+            own |= {f"{name}.{key}": tensors[key] for key in _MOMENTS}
+    return {name: _by_rank(trainer, tensor) for name, tensor in own.items()}
+
+
+def _readable(trainer: Trainer, path: Path) -> tuple[dict[str, DTensor], list[str]]:
+    """Of what each rank has for itself, what the checkpoint holds for this layout, and the names of what it does not.
+
+    Raises:
+        ValueError: that is not only a residual.
+    """
+    found = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    sizes = {name: tuple(entry.size) for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+    own = _own_state(trainer)
+    if trainer.sums is not None and trainer.sums.low_rank is not None:
+        # Drawn at their first use, so that there are none yet.
+        for name, size in sizes.items():
+            key = name.removeprefix("by_rank.")
+            if (
+                name != key
+                and key.endswith(_DIRECTIONS)
+                and size[:2] == (trainer.mesh.dp, trainer.mesh.tp)
+                and key.partition("[")[0] in trainer.params
+            ):
+                own[key] = _by_rank(trainer, torch.empty(size[2:], device=trainer.mesh.device))
+    missing = sorted(name for name, tensor in own.items() if sizes.get(f"by_rank.{name}") != tuple(tensor.shape))
+    if needed := [name for name in missing if not name.endswith((".residual", _DIRECTIONS))]:
+        raise ValueError(
+            f"checkpoint {path} holds no {needed[0]} for data_parallel.size {trainer.mesh.dp} and tensor_parallel.size "
+            f"{trainer.mesh.tp}; replicas that train apart go on under the layout that they were saved under"
+        )
+    return {name: tensor for name, tensor in own.items() if name not in missing}, missing
 
 
 def _holds_both_copies(trainer: Trainer) -> bool:
     return trainer.has_second_copy and trainer.pipeline.holds_first_stage
+
+
+def _by_rank(trainer: Trainer, local: Tensor) -> DTensor:
+    mesh = trainer.mesh.device_mesh["dp", "tp"]
+    return DTensor.from_local(local[None, None], mesh, [Shard(0), Shard(1)], run_check=False)
 
 
 def _as_dtensor(trainer: Trainer, name: str, local: Tensor) -> DTensor:

@@ -81,6 +81,7 @@ class DataParallelConfig(_Section):
     """Copies of the model, each with its own samples; gradients are summed in buckets while backward runs.
 
     With `overlap: backward+forward` sums also arrive during the next step's forward, whose layers wait for their own.
+    `compression`, and every `sync` but `every_step`, change what is learned: see docs/training.md.
     """
 
     size: Count = 1
@@ -89,6 +90,22 @@ class DataParallelConfig(_Section):
     bucket_mb: Annotated[float, Field(gt=0)] | None = None
     # Bytes under way; null: two pieces.
     window_mb: Annotated[float, Field(gt=0)] | None = None
+    # Of the sums: by the measured links (`auto`, which may choose otherwise in another run), or always one.
+    algorithm: Literal["auto", "ring", "tree", "hierarchical"] = "ring"
+    # Which ranks share a node; null: those whose host has one name.
+    ranks_per_node: Count | None = None
+    # What travels: everywhere, or across nodes where sums go by levels, and then in the nodes.
+    compression: Literal["none", "bf16", "int8", "powersgd", "topk"] = "none"
+    compression_in_node: Literal["none", "bf16", "int8"] = "none"
+    powersgd_rank: Count = 4
+    topk_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
+    # What is summed and when: gradients in every step, or one step late; or every `sync_every` steps the weights.
+    sync: Literal["every_step", "delayed", "local_sgd", "diloco"] = "every_step"
+    sync_every: Count = 10
+    outer_lr: Annotated[float, Field(gt=0)] = 0.7
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    # The sum of one round travels during the next.
+    outer_overlap: bool = False
 
 
 class ParallelConfig(_Section):

@@ -43,7 +43,7 @@ def train(config: Config, *, resume: str | None, device: torch.device) -> None:
     data = open_data(config)
     trainer = Trainer(config, mesh)
     output_dir = Path(config.train.output_dir)
-    position, first_step, source = 0, 0, None
+    position, first_step, source, progress = 0, 0, None, {}
     if resume is not None:
         source = _agreed_checkpoint(output_dir) if resume == "auto" else Path(resume)
     if source is not None:
@@ -60,6 +60,8 @@ def train(config: Config, *, resume: str | None, device: torch.device) -> None:
         log.say(f"{num_parameters(shape) / 1e6:.2f} M parameters, {config.train.precision}, on {device.type}")
         if source is not None:
             log.say(f"resumed from {source} after {first_step} steps")
+            if reset := progress["reset"]:
+                log.say(f"not in that checkpoint for this layout, and so begun anew: {', '.join(reset)}")
         for step in range(first_step, config.train.steps):
             record.clear()
             start_s = time.perf_counter()

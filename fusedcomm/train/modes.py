@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from fusedcomm.train.config import Config
+from fusedcomm.train.config import Config, DataParallelConfig
 
 _DP = "parallel_config.data_parallel"
 
@@ -35,7 +35,83 @@ def _ties_over_stages(config: Config) -> bool:
     return config.transformer().tied_embeddings and config.parallel_config.pipeline_parallel.depth > 1
 
 
+def _data(config: Config) -> DataParallelConfig:
+    return config.parallel_config.data_parallel
+
+
+def _compresses(config: Config) -> bool:
+    return _data(config).size > 1 and (_data(config).compression, _data(config).compression_in_node) != ("none", "none")
+
+
+def _syncs(config: Config, *modes: str) -> bool:
+    return _data(config).size > 1 and _data(config).sync in modes
+
+
 REFUSALS = (
+    Refusal(
+        f"{_DP}.sync",
+        "delayed, local_sgd or diloco",
+        "overlap: backward+forward",
+        "no gradient is summed in the step that computes it",
+        "use sync: every_step or overlap: backward",
+        lambda config: _in_forward(config) and not _syncs(config, "every_step"),
+    ),
+    Refusal(
+        f"{_DP}.sync",
+        "delayed, local_sgd or diloco",
+        "train.precision: fp16",
+        "the loss scale of a late gradient, or of another replica, may be another one",
+        "use bf16 or sync: every_step",
+        lambda config: _syncs(config, "delayed", "local_sgd", "diloco") and config.train.precision == "fp16",
+    ),
+    Refusal(
+        f"{_DP}.sync",
+        "local_sgd or diloco",
+        "tied embeddings over pipeline stages",
+        "the two copies are summed by different ranks, and would drift apart by rounding",
+        "set model.tied_embeddings: false or sync: every_step",
+        lambda config: _syncs(config, "local_sgd", "diloco") and _ties_over_stages(config),
+    ),
+    Refusal(
+        f"{_DP}.compression",
+        "anything but none",
+        "sync: local_sgd",
+        "it averages weights, of which too much would be lost",
+        "use sync: diloco, which sums what weights have moved by, or compression: none",
+        lambda config: _compresses(config) and _syncs(config, "local_sgd"),
+    ),
+    Refusal(
+        f"{_DP}.compression",
+        "anything but none",
+        "train.precision: fp16",
+        "a step that overflows leaves its infinities in what the next ones make up for",
+        "use bf16 or compression: none",
+        lambda config: _compresses(config) and config.train.precision == "fp16",
+    ),
+    Refusal(
+        f"{_DP}.compression",
+        "anything but none",
+        "bucket_mb: null",
+        "sizes that follow measurements would round otherwise in each run",
+        "set bucket_mb, for example to 4",
+        lambda config: _compresses(config) and _data(config).bucket_mb is None and _syncs(config, "every_step"),
+    ),
+    Refusal(
+        f"{_DP}.compression_in_node",
+        "anything but none",
+        "algorithm: auto, ring or tree",
+        "they know no nodes",
+        "set algorithm: hierarchical or compression_in_node: none",
+        lambda config: _data(config).compression_in_node != "none" and _data(config).algorithm != "hierarchical",
+    ),
+    Refusal(
+        f"{_DP}.compression_in_node",
+        "anything but none",
+        "compression: powersgd",
+        "what stands for matrices must be summed exactly",
+        "set compression_in_node: none",
+        lambda config: _data(config).compression_in_node != "none" and _data(config).compression == "powersgd",
+    ),
     Refusal(
         f"{_DP}.overlap",
         "backward+forward",
@@ -72,8 +148,18 @@ REFUSALS = (
 
 
 def mode_problems(config: Config) -> Iterator[str]:
-    """One line for each combination that is refused."""
-    return (refusal.line for refusal in REFUSALS if refusal.applies(config))
+    """One line for each combination that is refused, and for steps that are no multiples of the replicas' syncs."""
+    yield from (refusal.line for refusal in REFUSALS if refusal.applies(config))
+    if not _syncs(config, "local_sgd", "diloco"):
+        return
+    every = _data(config).sync_every
+    for name in ("steps", "eval_every", "checkpoint_every"):
+        value = getattr(config.train, name)
+        if value is not None and value % every:
+            yield (
+                f"train.{name}: {value} is no multiple of {_DP}.sync_every {every}, but replicas share their weights "
+                f"right after a sync only; use a multiple"
+            )
 
 
 def markdown_table() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fusedcomm.comm.collective import bulk_group
+from fusedcomm.comm.compress import Layout, lay_out
 from fusedcomm.comm.mesh import Mesh
 from fusedcomm.comm.record import Recording, recording, span
 from fusedcomm.comm.ring import chunk_sizes
@@ -32,6 +35,8 @@ from fusedcomm.parallel import (
     cosine_lr,
     tied_group,
 )
+from fusedcomm.parallel.replicas import Delayed, Outer, Replicas
+from fusedcomm.parallel.sums import Sums, SumSpec
 from fusedcomm.train.config import Config
 from fusedcomm.train.data import IGNORE_INDEX, Batch
 
@@ -86,13 +91,16 @@ class Trainer:
         self.idle = [0.0] * mesh.pp
         self.params = dict(self.pipeline.named_parameters())
         self._tied = self._tie()
+        # What sums gradients, or what weights have moved by; None where nothing is summed.
+        self.sums: Sums | None = None
         self.buckets = GradientBuckets(
             self.params.items(),
-            dp_group=mesh.dp_group,
+            dp_group=mesh.dp_group if parallel.data_parallel.sync == "every_step" else None,
             tp_group=mesh.tp_group,
             bucket_mb=parallel.data_parallel.bucket_mb,
             window_mb=parallel.data_parallel.window_mb,
             layers=self._layers_that_wait(),
+            collective=self._open_sums,
         )
         self.pipeline.accumulate_into(self.buckets.accumulate)
         self.optimizer = Optimizer(
@@ -105,13 +113,25 @@ class Trainer:
             loss_scale=loss_scale_of(config),
             counted_elsewhere=["output.weight"] if self.has_second_copy else [],
             disk=DiskTensors(folder) if folder is not None and train.offload.optimizer == "disk" else None,
+            per_replica=self._trains_apart,
         )
         self._last_norm = 0.0
+        self.replicas = self._make_replicas() if self._trains_apart else None
+        self.delayed: Delayed | None = None
+        if mesh.dp > 1 and parallel.data_parallel.sync == "delayed":
+            group = bulk_group(mesh.dp_group, mesh.device)
+            self.delayed = Delayed(self.buckets.flat, self._open_sums(group, self.buckets.layout))
+        self._has_gradients = True
 
     @property
     def overlaps_forward(self) -> bool:
         """Whether sums may arrive during the next step's forward."""
         return self.config.parallel_config.data_parallel.overlap == "backward+forward" and self.mesh.dp > 1
+
+    @property
+    def _trains_apart(self) -> bool:
+        """Whether data-parallel replicas step on their own between two syncs."""
+        return self.mesh.dp > 1 and self.config.parallel_config.data_parallel.sync in ("local_sgd", "diloco")
 
     @property
     def has_second_copy(self) -> bool:
@@ -121,14 +141,19 @@ class Trainer:
     def gradients(self, step: int, batches: Sequence[Batch]) -> float:
         """Forward and backward of `batches`, one after the other; the global batch's mean loss, on every rank.
 
-        Afterwards every parameter's `main_grad` is the gradient of that loss (times the fp16 loss scale); with
-        `overlap: backward+forward` it is so after `update` and `settle`.
+        Afterwards every parameter's `main_grad` is the gradient of that loss (times the fp16 loss scale). With
+        `overlap: backward+forward` it is so after `update` and `settle`; with `sync: delayed` it is that of the step
+        before, and with `local_sgd` and `diloco` that of this replica's own samples.
         """
         num_tokens = sum((batch.labels != IGNORE_INDEX).sum().item() for batch in batches)
         # It travels during the first forward.
         global_tokens = self._sum_later([num_tokens], self.mesh.dp_group)
         scale = 1.0 if self.optimizer.loss_scale is None else self.optimizer.loss_scale.value
         total = 0.0
+
+        def divisor() -> float:
+            return max(1, num_tokens if self._trains_apart else global_tokens()[0])
+
         self.buckets.zero()
         start_s = time.perf_counter()
         with recording() as record:
@@ -136,18 +161,18 @@ class Trainer:
                 loss = self.pipeline.train_step(
                     batch.tokens,
                     batch.labels,
-                    loss_fn=lambda logits, labels: (
-                        self._token_losses(logits, labels).sum() * (scale / max(1, global_tokens()[0]))
-                    ),
+                    loss_fn=lambda logits, labels: self._token_losses(logits, labels).sum() * (scale / divisor()),
                     sample_ids=batch.sample_ids,
                     step=torch.full_like(batch.sample_ids, step),
                 )
                 total += loss.item() / scale
         times = self._pipeline_times(record, time.perf_counter() - start_s)
         # Also where no loss has asked for it, so that the next step's cannot overtake it.
-        global_tokens()
+        total *= divisor() / max(1, global_tokens()[0])
         if not self.overlaps_forward:
             self.buckets.finish(set_grad=False)
+        if self.delayed is not None:
+            self._has_gradients = self.delayed.exchange()
         if self._tied is not None:
             self._tied.sum_gradients()
         # Every tensor-parallel rank of the last stage has the same loss; other stages have 0.
@@ -161,11 +186,16 @@ class Trainer:
         """Clip, step AdamW at this step's rate, and round the masters into the parameters.
 
         With `overlap: backward+forward` that happens in the next step's forward, or in `settle`, and the norm is that
-        of the step before (0 in the first).
+        of the step before (0 in the first). With `sync: delayed` the first step applies nothing.
         """
         lr = self.lr(step)
+        if not self._has_gradients:
+            return StepResult(0.0, skipped=True)
         if not self.overlaps_forward:
-            return self.optimizer.step(step, lr=lr)
+            result = self.optimizer.step(step, lr=lr)
+            if self.replicas is not None:
+                self.replicas.after_step(step + 1, is_last=step + 1 == self.config.train.steps)
+            return result
         self.buckets.finish_later(lambda names: self.optimizer.update(names, step, lr=lr))
         return StepResult(self._last_norm, skipped=False)
 
@@ -186,12 +216,54 @@ class Trainer:
         """Mean loss and accuracy over `batches` of all data-parallel ranks, on every rank; weights stay as they are."""
         self.settle()
         sums = torch.zeros(3, dtype=torch.float64)
-        for batch in (batch.to(self.mesh.device) for batch in batches):
-            result = self.pipeline.eval_step(batch.tokens, batch.labels, loss_fn=self._evaluation_sums)
-            if result is not None and self.mesh.tp_rank == 0:
-                sums += result.cpu()
+        with self.shared_weights():
+            for batch in (batch.to(self.mesh.device) for batch in batches):
+                result = self.pipeline.eval_step(batch.tokens, batch.labels, loss_fn=self._evaluation_sums)
+                if result is not None and self.mesh.tp_rank == 0:
+                    sums += result.cpu()
         loss, hits, num_tokens = self._sum_later(sums.tolist(), None)()
         return Evaluation(loss / max(1.0, num_tokens), hits / max(1.0, num_tokens), int(num_tokens))
+
+    def shared_weights(self) -> AbstractContextManager[None]:
+        """Within the block all data-parallel replicas hold the same weights: those that count."""
+        return nullcontext() if self.replicas is None else self.replicas.shared_weights()
+
+    def late_sums(self) -> dict[str, Tensor]:
+        """Live tensors by `<name>.<what>`, the same on all replicas: sums, and what became of sums, for later steps.
+
+        Waits for what is under way.
+        """
+        if self.delayed is not None:
+            views = self.buckets.layout.views(self.delayed.land())
+            return {f"{name}.late_sum": view for name, view in views.items()}
+        return {} if self.replicas is None else self.replicas.shared_state()
+
+    def _open_sums(self, group: ProcessGroup, layout: Layout) -> Sums:
+        data = self.config.parallel_config.data_parallel
+        spec = SumSpec(
+            data.algorithm,
+            data.ranks_per_node,
+            data.compression,
+            data.compression_in_node,
+            data.powersgd_rank,
+            data.topk_fraction,
+        )
+        self.sums = Sums(spec, group, layout, timeout_s=self.config.train.timeout_s)
+        return self.sums
+
+    def _make_replicas(self) -> Replicas:
+        data = self.config.parallel_config.data_parallel
+        masters = {name: state["master"] for name, state in self.optimizer.state_dict().items()}
+        group = bulk_group(self.mesh.dp_group, self.mesh.device)
+        outer = Outer(data.outer_lr, data.outer_momentum, data.outer_overlap) if data.sync == "diloco" else None
+        return Replicas(
+            masters,
+            self._open_sums(group, lay_out(masters, self.mesh.device)),
+            world=self.mesh.dp,
+            sync_every=data.sync_every,
+            outer=outer,
+            after_change=self.optimizer.round_masters,
+        )
 
     def _build_stage(self, layers: range, *, first: bool, last: bool, defer_wgrad: DeferWgrad | None) -> nn.Module:
         tensor_parallel = self.config.parallel_config.tensor_parallel

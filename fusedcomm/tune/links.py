@@ -46,9 +46,10 @@ def _ring_times_s(group: ProcessGroup | None, device: torch.device) -> list[tupl
     if group is None:
         return [(0.0, 0.0)] * _ROUNDS
     small, large = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (64, _LARGE_BYTES))
-    # The first round connects.
-    times_s = [(_pass_on_s(group, call, small), _pass_on_s(group, call, large)) for call in range(_ROUNDS + 1)]
-    return times_s[1:]
+    # The first round connects. Large messages of slower ranks would hold up small ones: one kind after the other.
+    small_s = [_pass_on_s(group, call, small) for call in range(_ROUNDS + 1)]
+    large_s = [_pass_on_s(group, call, large) for call in range(_ROUNDS)]
+    return list(zip(small_s[1:], large_s))
 
 
 def _pass_on_s(group: ProcessGroup, call: int, message: Tensor) -> float:
