@@ -193,8 +193,8 @@ def run_compiled(rank, world):
     leaves = [torch.randn(*shape, requires_grad=True) for shape in ((3, 4, 6), (5, 6), (5, 6), (6, 5), (6,))]
 
     def block(x, w1, w2, w3, b):
-        h = all_gather_matmul(x, [w1, w2], group=group, activation="silu", dim=1)
-        return matmul_reduce_scatter(h, w3, group=group, bias=b, input_activation="swiglu", dim=1)
+        h = all_gather_matmul(x, [w1, w2], group=group, activation="swiglu", dim=1)
+        return matmul_reduce_scatter(h, w3, group=group, bias=b, input_activation="silu", dim=1)
 
     outputs = []
     for function in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
