@@ -13,7 +13,7 @@ import torch.distributed as dist
 from helpers import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from test_ops import _equal
+from op_cases import equal
 
 from fusedcomm import all_gather_matmul, matmul_reduce_scatter
 from fusedcomm.comm.channel import channel_of
@@ -229,7 +229,7 @@ def test_every_choice_moves_the_same_bits_and_repeats_itself(world, rows):
     for results in run_ranks(world, run_every_way, rows):
         serial = results[0]
         for first, second in zip(results[::2], results[1::2]):
-            assert _equal(first, second), "two runs of one choice differ"
+            assert equal(first, second), "two runs of one choice differ"
         for y, full, z in results:
             assert torch.equal(full, serial[1])
             torch.testing.assert_close(y, serial[0], rtol=1e-5, atol=1e-4)
