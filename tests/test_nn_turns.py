@@ -55,11 +55,12 @@ def test_halves_hide_what_travels_behind_each_other_in_both_directions():
     log.clear()
     torch.cat(ys).sum().backward()
     assert log == forward[::-1], "backward is the mirror image"
-    # Between an input and its multiplying, and between a sum and its adding, the other half multiplies.
+    # Between an input and its multiplying, and between a sum and its adding, the other half multiplies. At the ends,
+    # where one half has nothing to compute, both inputs travel one after the other, and both sums.
     assert forward == [
-        *("A0 input", "A0 multiply", "B0 input", "A0 sum", "B0 multiply", "A0 add"),
-        *("A1 input", "B0 sum", "A1 multiply", "B0 add", "B1 input", "A1 sum", "B1 multiply", "A1 add"),
-        *("B1 sum", "B1 add"),
+        *("A0 input", "B0 input", "A0 multiply", "A0 sum", "B0 multiply", "A0 add"),
+        *("A1 input", "B0 sum", "A1 multiply", "B0 add", "B1 input", "A1 sum", "B1 multiply"),
+        *("B1 sum", "A1 add", "B1 add"),
     ]
     assert [x.grad.tolist() for x in xs] == [[9.0, 9.0]] * 2
 

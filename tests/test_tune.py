@@ -217,7 +217,7 @@ def run_every_way(rank, world, rows):
     for way in WAYS:
         for _ in range(2):
             call = Call("op", dist.group.WORLD, sizes, way)
-            full, y = gather_forward(x, [w], [], call, keep=True)
+            full, y = gather_forward(x, [w], [], call, None, keep=True)
             results.append((y, full, scatter_forward([full], w, None, None, call)))
     return results
 
