@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -18,6 +17,8 @@ from pydantic import (
     ValidationError,
     model_serializer,
 )
+
+from fusedcomm.train.mistakes import in_one_line, line_of, shown
 
 if TYPE_CHECKING:
     from fusedcomm.nn.config import TransformerConfig
@@ -293,10 +294,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except OSError as error:
         raise ConfigError([f"cannot be read: {error.strerror}"]) from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError([_in_one_line(error)]) from error
+        raise ConfigError([in_one_line(error)]) from error
     raw = {} if raw is None else raw
     if not isinstance(raw, dict):
-        raise ConfigError([f"holds {_shown(raw)}; it must hold the keys {', '.join(Config.model_fields)}"])
+        raise ConfigError([f"holds {shown(raw)}; it must hold the keys {', '.join(Config.model_fields)}"])
     for override in overrides:
         _apply_override(raw, override)
     if isinstance(train := raw.get("train"), dict):
@@ -309,7 +310,7 @@ def parse_config(raw: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(dict(raw))
     except ValidationError as error:
-        lines = [_line(problem["loc"], problem) for problem in error.errors()]
+        lines = [line_of(Config, problem) for problem in error.errors()]
         raise ConfigError(list(dict.fromkeys(lines))) from error
 
 
@@ -358,7 +359,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     try:
         value = _read_yaml(text)
     except yaml.YAMLError as error:
-        raise ConfigError([f"--set {override}: {_in_one_line(error)}"]) from error
+        raise ConfigError([f"--set {override}: {in_one_line(error)}"]) from error
     *parents, last = key.split(".")
     section = raw
     for depth, parent in enumerate(parents):
@@ -366,76 +367,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         below = {} if below is None else below
         if not isinstance(below, dict):
             above = ".".join(parents[: depth + 1])
-            raise ConfigError([f"--set {override}: {above} is {_shown(below)}, which has no keys below it"])
+            raise ConfigError([f"--set {override}: {above} is {shown(below)}, which has no keys below it"])
         section[parent] = below
         section = below
     section[last] = value
-
-
-def _line(location: tuple[int | str, ...], problem: Any) -> str:
-    """One of pydantic's findings as `a.b.c: what is wrong`."""
-    key = ".".join(str(part) for part in location)
-    kind, value, limits = problem["type"], problem["input"], problem.get("ctx", {})
-    if kind == "extra_forbidden":
-        return f"{key}: unknown key; {_nearest_key(location)}"
-    if kind == "missing":
-        return f"{key}: missing; it has no default"
-    if kind == "literal_error":
-        choices = [str(choice) for choice in get_args(_annotation_at(location))]
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        guess = f"; did you mean {near[0]}?" if near else ""
-        return f"{key}: must be one of {', '.join(choices)}, not {_shown(value)}{guess}"
-    rules = {
-        "int_type": "must be a whole number",
-        "float_type": "must be a number",
-        "finite_number": "must be finite",
-        "bool_type": "must be true or false",
-        "string_type": "must be text",
-        "tuple_type": "must be a list",
-        "model_type": "must be a section with keys of its own",
-        "greater_than": f"must be greater than {limits.get('gt')}",
-        "greater_than_equal": f"must be at least {limits.get('ge')}",
-        "less_than": f"must be less than {limits.get('lt')}",
-        "too_long": f"must have at most {limits.get('max_length')} entries",
-        "too_short": f"must have at least {limits.get('min_length')} entries",
-    }
-    return f"{key}: {rules.get(kind, problem['msg'])}, not {_shown(value)}"
-
-
-def _sections(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """Every section below `section`, as its dotted name and its class."""
-    yield prefix, section
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _sections(field.annotation, f"{prefix}{name}.")
-
-
-def _annotation_at(location: tuple[int | str, ...]) -> Any:
-    *parents, name = location
-    section = dict(_sections())["".join(f"{parent}." for parent in parents)]
-    return section.model_fields[str(name)].annotation
-
-
-def _nearest_key(location: tuple[int | str, ...]) -> str:
-    """What the user may have meant: a key of the same section that looks alike, else one of another section."""
-    *parents, name = location
-    sections = dict(_sections())
-    here = sections["".join(f"{parent}." for parent in parents)].model_fields
-    if near := difflib.get_close_matches(str(name), here, n=1):
-        return f"did you mean {near[0]}?"
-    everywhere = {field: f"{prefix}{field}" for prefix, section in sections.items() for field in section.model_fields}
-    if near := difflib.get_close_matches(str(name), everywhere, n=1, cutoff=0.75):
-        return f"did you mean {everywhere[near[0]]}?"
-    return f"known here: {', '.join(here)}"
-
-
-def _shown(value: Any) -> str:
-    text = "nothing" if value is None else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _in_one_line(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    if mark is None:
-        return " ".join(str(error).split())
-    return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', error)}"
