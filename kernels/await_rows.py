@@ -6,7 +6,8 @@ from torch import Tensor
 
 from fusedcomm.kernels._triton import tl, triton
 from fusedcomm.kernels.checks import check_device, check_timeout, check_words
-from fusedcomm.kernels.flags import AWAIT_ROWS, HAS_CLOCK, Chunks, wait_for_rows
+from fusedcomm.kernels.flags import AWAIT_ROWS, HAS_CLOCK, Chunks, num_lanes, wait_for_rows
+from fusedcomm.kernels.tile_order import all_chunks
 
 
 @triton.jit(do_not_specialize=["rows", "timeout_us"])
@@ -19,23 +20,25 @@ def await_rows_kernel(
     num_chunks,
     world,
     timeout_us,
-    MAX_CHUNKS: tl.constexpr,
+    LANES: tl.constexpr,
     CLOCK: tl.constexpr,
 ):
     # After a wait in vain there is nothing left to wait for.
     if tl.load(status_ptr) == 0:
+        chunk, starts, stops = all_chunks(chunk_starts_ptr, num_chunks, LANES)
         wait_for_rows(
-            chunk_starts_ptr,
+            chunk,
+            starts,
+            stops,
             flags_ptr,
             status_ptr,
             tl.load(epoch_ptr),
+            starts >= stops,
             0,
             rows,
-            num_chunks,
-            world,
+            num_chunks // world,
             timeout_us,
             OP=AWAIT_ROWS,
-            MAX_CHUNKS=MAX_CHUNKS,
             TMA=False,
             CLOCK=CLOCK,
         )
@@ -60,7 +63,7 @@ def await_rows(chunks: Chunks, rows: int, *, status: Tensor, timeout_us: int) ->
         chunks.num_chunks,
         chunks.world,
         timeout_us,
-        MAX_CHUNKS=triton.next_power_of_2(chunks.num_chunks),
+        LANES=num_lanes(chunks.num_chunks, num_warps=1),
         CLOCK=HAS_CLOCK,
         num_warps=1,
     )

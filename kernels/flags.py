@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusedcomm.kernels._triton import INTERPRETED, tl, triton
 from fusedcomm.kernels.checks import check_words
-from fusedcomm.kernels.tile_order import chunks_touched
+from fusedcomm.kernels.tile_order import touches
 
 # Which operation waited in vain: the first word of a status record, where 0 stands for none.
 OPS = (None, "all_gather_matmul", "await_rows")
@@ -85,15 +85,23 @@ def read_status(status: Tensor) -> Timeout | None:
     return None if name is None else Timeout(name, rank, chunk, epoch)
 
 
+def num_lanes(num_chunks: int, num_warps: int) -> int:
+    """Of the vectors over chunks in a kernel: each lane is held by one thread, and a reduction passes a barrier.
+
+    Fewer lanes than threads would be held by several, who may see a flag at different times, and so part.
+    """
+    return max(triton.next_power_of_2(num_chunks), num_warps * (32 if torch.version.hip is None else 64))
+
+
 # The interpreter has no inline assembly, and AMD's GPUs have another: there a poll counts for a microsecond.
 HAS_CLOCK = not INTERPRETED and torch.version.hip is None
 
 
 @triton.jit
-def clock_ns():
-    """The GPU's wall clock, after a pause in which a spinning program leaves memory to those that move data."""
+def clock_ns(like):
+    """The GPU's wall clock, in the shape of int32 `like`, after a pause: spinning leaves memory to who moves data."""
     return tl.inline_asm_elementwise(
-        "nanosleep.u32 40; mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        "nanosleep.u32 40; mov.u64 $0, %globaltimer;", "=l,r", [like], dtype=tl.int64, is_pure=False, pack=1
     )
 
 
@@ -106,49 +114,84 @@ def fence_for_tma():
 
 
 @triton.jit
-def wait(flag_ptr, epoch, timeout_us, CLOCK: tl.constexpr):
-    """Polls until the flag is not behind `epoch`, at most for `timeout_us`; returns whether it got there.
+def are_up(flag_ptrs, epoch, CLOCK: tl.constexpr):
+    """Which flags are not behind `epoch`.
 
-    After True every thread of this program sees what the publisher wrote before it raised the flag.
+    Once the program has passed a barrier, all its threads see what the publishers of those wrote before.
     """
-    # Acquire, system scope: orders all later loads of the chunk after this load of its flag, whose writer may
-    # be a copy engine, another GPU or another process. Adding nothing is Triton's way to spell an acquiring
-    # load; one thread does it, and a barrier hands it on to the others. Like epochs, the difference wraps.
-    ahead = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") - epoch
+    # Acquire, system scope: orders all later loads of the chunks after these loads of their flags, whose writer may
+    # be a copy engine, another GPU or another process.
     if CLOCK:
-        # What is here already costs no look at the clock.
-        if ahead < 0:
-            start_ns = clock_ns()
-            limit_ns = timeout_us.to(tl.int64) * 1000
-            while (ahead < 0) & (clock_ns() - start_ns < limit_ns):
-                ahead = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") - epoch
+        flags = tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b32 $0, [$1];",
+            "=r,l",
+            [flag_ptrs.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     else:
-        polls = 1
-        while (ahead < 0) & (polls < timeout_us):
-            ahead = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") - epoch
-            polls += 1
-    return ahead >= 0
+        # Adding nothing is Triton's own way to spell an acquiring load: one that writes, and keeps others waiting.
+        flags = tl.atomic_add(flag_ptrs, 0, sem="acquire", scope="sys")
+    # Like epochs, the difference wraps.
+    return flags - epoch >= 0
 
 
 @triton.jit
-def publish(flag_ptr, epoch):
-    """Raises the flag to `epoch`; whoever sees it there sees all that this program stored before."""
+def any_of(mask):
+    return tl.max(mask.to(tl.int32), axis=0) > 0
+
+
+@triton.jit
+def wait(flag_ptrs, epoch, seen, needed, timeout_us, CLOCK: tl.constexpr):
+    """Looks until all `needed` flags are not behind `epoch`, at most for `timeout_us`.
+
+    Does not look where all of those are `seen`. Returns which have been seen by now, and whether the needed ones are.
+    """
+    missing = any_of(needed & ~seen)
+    if missing:
+        # What is here already costs no look at the clock.
+        seen = seen | are_up(flag_ptrs, epoch, CLOCK)
+        missing = any_of(needed & ~seen)
+        if CLOCK:
+            if missing:
+                end_ns = clock_ns(epoch) + timeout_us.to(tl.int64) * 1000
+                in_time = True
+                while missing & in_time:
+                    seen = seen | are_up(flag_ptrs, epoch, CLOCK)
+                    missing = any_of(needed & ~seen)
+                    # Threads read the clock one after the other: they must not disagree on whether it is too late.
+                    in_time = ~any_of(clock_ns(needed.to(tl.int32)) > end_ns)
+        else:
+            polls = 1
+            while missing & (polls < timeout_us):
+                seen = seen | are_up(flag_ptrs, epoch, CLOCK)
+                missing = any_of(needed & ~seen)
+                polls += 1
+        # Hands what each thread acquired on to the others.
+        tl.debug_barrier()
+    return seen, ~missing
+
+
+@triton.jit
+def publish(flag_ptrs, epoch, complete):
+    """Raises the `complete` flags to `epoch`; whoever sees one there sees all that this program stored before."""
     # Orders the stores of all threads before the exchange, which one thread does. Triton up to 3.7 puts no
     # barrier there itself.
     tl.debug_barrier()
     # Release, system scope: orders this program's stores, and those that it acquired from other programs
     # through `arrive`, before the flag, which a stream, a peer or another process may read.
-    tl.atomic_xchg(flag_ptr, epoch, sem="release", scope="sys")
+    tl.atomic_xchg(flag_ptrs, epoch, mask=complete, sem="release", scope="sys")
 
 
 @triton.jit
-def arrive(counter_ptr):
-    """Counts a tile that this program has stored; returns how many were counted before."""
+def arrive(counter_ptrs, touched):
+    """Counts a tile that this program has stored for the `touched` chunks; returns how many were counted before."""
     # Orders the stores of all threads before the count, which one thread does.
     tl.debug_barrier()
     # Acquire and release, device scope: orders our tile before the count, for whoever counts after us, and
     # the tiles of those who counted before us ahead of what we do next. So the last one can publish for all.
-    return tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+    return tl.atomic_add(counter_ptrs, 1, mask=touched, sem="acq_rel", scope="gpu")
 
 
 @triton.jit
@@ -163,55 +206,53 @@ def record_timeout(status_ptr, OP: tl.constexpr, rank, chunk, epoch):
 
 @triton.jit
 def wait_for_rows(
-    chunk_starts_ptr,
+    chunk,
+    starts,
+    stops,
     flags_ptr,
     status_ptr,
     epoch,
+    seen,
     row_begin,
     row_end,
-    num_chunks,
-    world,
+    chunks_per_rank,
     timeout_us,
     OP: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
     TMA: tl.constexpr,
     CLOCK: tl.constexpr,
 ):
-    """Waits for every chunk that holds some of the rows; returns whether all came, and records a failure."""
-    first, end = chunks_touched(chunk_starts_ptr, num_chunks, row_begin, row_end, MAX_CHUNKS)
-    arrived = tl.full((), True, tl.int1)
-    for chunk in range(first, end):
-        has_rows = tl.load(chunk_starts_ptr + chunk) < tl.load(chunk_starts_ptr + chunk + 1)
-        if arrived & has_rows:
-            arrived = wait(flags_ptr + chunk, epoch, timeout_us, CLOCK)
-            if not arrived:
-                record_timeout(status_ptr, OP, chunk // (num_chunks // world), chunk, epoch)
+    """Waits for every chunk that holds some of the rows; records a failure.
+
+    Returns which chunks have been seen here by now, `seen` among them, and whether all that were waited for came.
+    """
+    needed = touches(starts, stops, row_begin, row_end)
+    seen, arrived = wait(flags_ptr + chunk, epoch, seen, needed, timeout_us, CLOCK)
+    if not arrived:
+        first = tl.min(tl.where(needed & ~seen, chunk, 2**31 - 1), axis=0)
+        record_timeout(status_ptr, OP, first // chunks_per_rank, first, epoch)
     if TMA and CLOCK:
         fence_for_tma()
-    return arrived
+    return seen, arrived
 
 
 @triton.jit
 def announce_rows(
-    chunk_starts_ptr,
+    chunk,
+    starts,
+    stops,
     flags_ptr,
     counters_ptr,
     epoch,
     row_begin,
     row_end,
-    num_chunks,
     num_tiles_n,
     TILE_M: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
 ):
     """Counts a stored tile for every chunk that holds some of its rows; publishes those that it completes."""
-    first, end = chunks_touched(chunk_starts_ptr, num_chunks, row_begin, row_end, MAX_CHUNKS)
-    for chunk in range(first, end):
-        chunk_begin = tl.load(chunk_starts_ptr + chunk)
-        chunk_end = tl.load(chunk_starts_ptr + chunk + 1)
-        if chunk_begin < chunk_end:
-            num_tiles = (tl.cdiv(chunk_end, TILE_M) - chunk_begin // TILE_M) * num_tiles_n
-            if arrive(counters_ptr + chunk) == num_tiles - 1:
-                # The next to count here is a later kernel of this stream, which must start from zero.
-                tl.store(counters_ptr + chunk, 0)
-                publish(flags_ptr + chunk, epoch)
+    touched = touches(starts, stops, row_begin, row_end)
+    num_tiles = (tl.cdiv(stops, TILE_M) - starts // TILE_M) * num_tiles_n
+    complete = touched & (arrive(counters_ptr + chunk, touched) == num_tiles - 1)
+    if any_of(complete):
+        # The next to count here is a later kernel of this stream, which must start from zero.
+        tl.store(counters_ptr + chunk, 0, mask=complete)
+        publish(flags_ptr + chunk, epoch, complete)

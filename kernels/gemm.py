@@ -12,7 +12,7 @@ from fusedcomm.kernels._triton import INTERPRETED, TensorDescriptor, triton
 from fusedcomm.kernels.checks import check_matmul
 from fusedcomm.kernels.config import GemmConfig
 from fusedcomm.kernels.epilogue import NOTHING, Epilogue
-from fusedcomm.kernels.flags import HAS_CLOCK, Chunks
+from fusedcomm.kernels.flags import HAS_CLOCK, Chunks, num_lanes
 from fusedcomm.kernels.gemm_kernel import gemm_kernel
 
 # Tensors whose strides TMA takes begin at, and go on in, multiples of so many bytes.
@@ -120,7 +120,7 @@ def launch(
         timeout_us,
         WAIT=status is not None,
         PUBLISH=counters is not None,
-        MAX_CHUNKS=triton.next_power_of_2(num_chunks),
+        LANES=num_lanes(num_chunks, config.num_warps),
         CLOCK=HAS_CLOCK,
         X_LOAD=loads.x.path,
         W_LOAD=loads.w.path,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from fusedcomm.kernels._triton import tl, triton
 from fusedcomm.kernels.epilogue import store_tile
 from fusedcomm.kernels.flags import ALL_GATHER_MATMUL, announce_rows, wait_for_rows
-from fusedcomm.kernels.tile_order import first_gathered_tile, first_scattered_tile, tile_at
+from fusedcomm.kernels.tile_order import all_chunks, first_gathered_tile, first_scattered_tile, tile_at
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def gemm_kernel(
     timeout_us,
     WAIT: tl.constexpr,
     PUBLISH: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
+    LANES: tl.constexpr,
     CLOCK: tl.constexpr,
     X_LOAD: tl.constexpr,
     W_LOAD: tl.constexpr,
@@ -193,15 +193,19 @@ def gemm_kernel(
     first_tile_m = 0
     # False once a chunk did not come, in this kernel or in one before it: what is left to do is void.
     alive = True
+    if WAIT or PUBLISH:
+        epoch = tl.load(epoch_ptr)
+        chunks_per_rank = num_chunks // world
+        # In registers from here on: a tile looks at them without waiting for memory.
+        chunk, starts, stops = all_chunks(chunk_starts_ptr, num_chunks, LANES)
     if WAIT:
-        epoch = tl.load(epoch_ptr)
         alive = tl.load(status_ptr) == 0
-        own_start = tl.load(chunk_starts_ptr + rank * (num_chunks // world)).to(tl.int32)
+        own_start = tl.load(chunk_starts_ptr + rank * chunks_per_rank).to(tl.int32)
         first_tile_m = first_gathered_tile(own_start, num_tiles_m, TILE_M)
+        # Chunks known to be here; a lane without rows has nothing to look at.
+        seen = starts >= stops
     if PUBLISH:
-        epoch = tl.load(epoch_ptr)
-        next_rank = (rank + 1) % world
-        next_start = tl.load(chunk_starts_ptr + next_rank * (num_chunks // world)).to(tl.int32)
+        next_start = tl.load(chunk_starts_ptr + (rank + 1) % world * chunks_per_rank).to(tl.int32)
         first_tile_m = first_scattered_tile(next_start, M, TILE_M)
 
     # Not flattened with the loop over K: a wait in between would end the pipelining of its loads.
@@ -211,18 +215,19 @@ def gemm_kernel(
         row_end = tl.minimum(row_begin + TILE_M, M)
         if WAIT:
             if alive:
-                alive = wait_for_rows(
-                    chunk_starts_ptr,
+                seen, alive = wait_for_rows(
+                    chunk,
+                    starts,
+                    stops,
                     flags_ptr,
                     status_ptr,
                     epoch,
+                    seen,
                     row_begin,
                     row_end,
-                    num_chunks,
-                    world,
+                    chunks_per_rank,
                     timeout_us,
                     OP=ALL_GATHER_MATMUL,
-                    MAX_CHUNKS=MAX_CHUNKS,
                     TMA=X_LOAD != "pointer",
                     CLOCK=CLOCK,
                 )
@@ -262,14 +267,14 @@ def gemm_kernel(
             )
             if PUBLISH:
                 announce_rows(
-                    chunk_starts_ptr,
+                    chunk,
+                    starts,
+                    stops,
                     flags_ptr,
                     counters_ptr,
                     epoch,
                     row_begin,
                     row_end,
-                    num_chunks,
                     num_tiles_n,
                     TILE_M,
-                    MAX_CHUNKS,
                 )

@@ -17,6 +17,7 @@ from fusedcomm.kernels import reduce
 from fusedcomm.kernels._triton import INTERPRETED, triton
 from fusedcomm.kernels.await_rows import await_rows_kernel
 from fusedcomm.kernels.config import CONFIGS, Architecture, GemmConfig, misfit
+from fusedcomm.kernels.flags import num_lanes
 from fusedcomm.kernels.gemm_kernel import gemm_kernel
 from fusedcomm.kernels.row import NOT_SUPPORTED, Row
 
@@ -111,7 +112,7 @@ def compile_row(case: Case, config: GemmConfig | None, dtype: str, arch: Archite
 def compile_case(case: Case, config: GemmConfig | None, dtype: str, arch: Architecture) -> Any:
     """The compiled kernel."""
     if case == AWAIT_ROWS:
-        constants = {"MAX_CHUNKS": 8, "CLOCK": arch.backend == "cuda"}
+        constants = {"LANES": num_lanes(8, num_warps=1), "CLOCK": arch.backend == "cuda"}
         return compile_kernel(await_rows_kernel, _SIGNALS | {"status_ptr": "*i32"}, constants, arch, num_warps=1)
     if config is None:
         pointers: dict[str, str] = dict.fromkeys(("partials_ptr", "bias_ptr", "y_ptr"), f"*{dtype}")
@@ -138,7 +139,7 @@ def compile_case(case: Case, config: GemmConfig | None, dtype: str, arch: Archit
         **({} if case.num_weights > 2 else {"N2": 0}),
         "WAIT": case.wait,
         "PUBLISH": case.publish,
-        "MAX_CHUNKS": 8,
+        "LANES": num_lanes(8, config.num_warps),
         "CLOCK": arch.backend == "cuda",
         "X_LOAD": loads[0],
         "W_LOAD": loads[1],

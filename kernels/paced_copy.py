@@ -20,7 +20,7 @@ def paced_copy_kernel(source_ptr, target_ptr, N, piece_ps, ELEMENTS: tl.constexp
     step = tl.full((), ELEMENTS, tl.int64)
     if CLOCK:
         step_ps = tl.full((), 1, tl.int64) * piece_ps
-        start_ns = clock_ns()
+        start_ns = clock_ns(piece_ps)
     for piece in tl.range(tl.program_id(0), tl.cdiv(N, ELEMENTS), tl.num_programs(0)):  # pyright: ignore[reportGeneralTypeIssues]
         offsets = piece * step + tl.arange(0, ELEMENTS)
         mask = offsets < N
@@ -28,9 +28,9 @@ def paced_copy_kernel(source_ptr, target_ptr, N, piece_ps, ELEMENTS: tl.constexp
         if CLOCK:
             # No piece is over before all those up to it could have passed the link.
             due_ns = start_ns + (piece + 1) * step_ps // 1000
-            now_ns = clock_ns()
+            now_ns = clock_ns(piece_ps)
             while now_ns < due_ns:
-                now_ns = clock_ns()
+                now_ns = clock_ns(piece_ps)
 
 
 def paced_copy(source: Tensor, target: Tensor, *, gbyte_per_s: float, num_programs: int) -> None:

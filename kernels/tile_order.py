@@ -40,17 +40,22 @@ def tile_at(index, first_tile_m, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr
 
 
 @triton.jit
-def chunks_touched(chunk_starts_ptr, num_chunks, row_begin, row_end, MAX_CHUNKS: tl.constexpr):
-    """The first chunk that holds some of rows `row_begin:row_end`, and the first one behind them.
+def all_chunks(chunk_starts_ptr, num_chunks, LANES: tl.constexpr):
+    """A lane for each chunk: its number, its first row, and the first one behind it.
 
-    Empty chunks between the two are counted in: they hold nothing to wait for or to announce.
+    Lanes that are left over have the last chunk's number, and no rows.
     """
-    chunk = tl.arange(0, MAX_CHUNKS)
-    starts = tl.load(chunk_starts_ptr + chunk, mask=chunk < num_chunks, other=row_end)
-    stops = tl.load(chunk_starts_ptr + 1 + chunk, mask=chunk < num_chunks, other=row_end)
-    first = tl.sum((stops <= row_begin).to(tl.int32))
-    end = tl.sum((starts < row_end).to(tl.int32))
-    return first, end
+    lane = tl.arange(0, LANES)
+    chunk = tl.minimum(lane, num_chunks - 1)
+    starts = tl.load(chunk_starts_ptr + chunk).to(tl.int32)
+    stops = tl.load(chunk_starts_ptr + 1 + chunk).to(tl.int32)
+    return chunk, starts, tl.where(lane < num_chunks, stops, starts)
+
+
+@triton.jit
+def touches(starts, stops, row_begin, row_end):
+    """Which chunks hold some of rows `row_begin:row_end`; an empty one holds nothing to wait for or to announce."""
+    return (starts < row_end) & (stops > row_begin) & (starts < stops)
 
 
 def gather_order(

@@ -43,9 +43,8 @@ def own_chunks(chunks: Chunks) -> range:
     return range(chunks.rank * pieces, (chunks.rank + 1) * pieces)
 
 
-def push(device, x, x_full, chunks: Chunks, order: list[int]) -> None:
+def push(device, x, x_full, chunks: Chunks, rows: list[slice], order: list[int]) -> None:
     """On the current stream: chunk after chunk, each after a while, and its flag."""
-    rows = rows_of(chunks)
     for chunk in order:
         device.sleep(2e-4)
         paced_copy(x[rows[chunk]], x_full[rows[chunk]], gbyte_per_s=50.0, num_programs=COPY_SMS)
@@ -78,7 +77,7 @@ class GatherCall:
         order = [chunk for chunk in range(chunks.num_chunks) if chunk not in (*self.own, *self.missing)]
         random.Random(chunks.rank).shuffle(order)
         with self.device.beside(self.device.mark()):
-            push(self.device, self.x, self.x_full, chunks, order)
+            push(self.device, self.x, self.x_full, chunks, self.rows, order)
             done = self.device.mark()
         all_gather_matmul(
             *(self.x_full, self.w, self.y),

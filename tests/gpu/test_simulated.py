@@ -41,9 +41,12 @@ def grid(device, transport: SimulatedTransport) -> dict:
 def gather_calls(device, sizes, pieces, shards: list[Tensor]):
     """What a rank does: its products of gathered rows, and those rows, call by call."""
 
+    # Drawn here: a captured graph has no place for generators.
+    weights = [randn(100 + rank, COLUMNS, FEATURES, dtype=DTYPE) for rank in range(len(sizes))]
+
     def rank_of(transport: SimulatedTransport) -> list[tuple[Tensor, Tensor]]:
         own = slice(sum(sizes[: transport.rank]), sum(sizes[: transport.rank + 1]))
-        w, results = randn(100 + transport.rank, COLUMNS, FEATURES, dtype=DTYPE), []
+        w, results = weights[transport.rank], []
         for call, x in enumerate(shards):
             flight = transport.gather("op", f"op {call}", x[own], sizes, pieces)
             y = x.new_full((sum(sizes), COLUMNS), float("nan"))

@@ -76,12 +76,15 @@ def peer(function: Callable[..., None], *args: Any) -> Iterator[None]:
 
 @triton.jit
 def publish_kernel(flag_ptr, epoch_ptr):
-    publish(flag_ptr, tl.load(epoch_ptr))
+    flag_ptrs = flag_ptr + tl.arange(0, 1)
+    publish(flag_ptrs, tl.load(epoch_ptr), tl.full((1,), True, tl.int1))
 
 
 @triton.jit
 def poll_kernel(flag_ptr, epoch_ptr, timeout_us, arrived_ptr):
-    tl.store(arrived_ptr, wait(flag_ptr, tl.load(epoch_ptr), timeout_us, CLOCK=False).to(tl.int32))
+    seen, needed = tl.full((1,), False, tl.int1), tl.full((1,), True, tl.int1)
+    _, arrived = wait(flag_ptr + tl.arange(0, 1), tl.load(epoch_ptr), seen, needed, timeout_us, CLOCK=False)
+    tl.store(arrived_ptr, arrived.to(tl.int32))
 
 
 def has_arrived(chunks: Chunks, chunk: int, timeout_us: int = 1) -> bool:

@@ -38,7 +38,8 @@ def test_publish_raises_one_flag():
 
 @triton.jit
 def arrive_kernel(counter_ptr, before_ptr):
-    tl.store(before_ptr + tl.program_id(0), arrive(counter_ptr))
+    before = arrive(counter_ptr + tl.arange(0, 1), tl.full((1,), True, tl.int1))
+    tl.store(before_ptr + tl.program_id(0) + tl.arange(0, 1), before)
 
 
 def test_arrive_tells_each_program_how_many_came_before():

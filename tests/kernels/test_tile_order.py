@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 
 from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.kernels._triton import tl, triton
+from fusedcomm.kernels.flags import num_lanes
 from fusedcomm.kernels.tile_order import (
-    chunks_touched,
+    all_chunks,
     first_gathered_tile,
     first_scattered_tile,
     gather_order,
     scatter_order,
     tile_at,
+    touches,
 )
 
 TILE_M = 16
@@ -108,10 +110,9 @@ def test_scatter_order_finishes_rows_in_ring_order_and_our_own_last(world):
 
 
 @triton.jit
-def touched_kernel(starts_ptr, range_ptr, num_chunks, row_begin, row_end, MAX_CHUNKS: tl.constexpr):
-    first, end = chunks_touched(starts_ptr, num_chunks, row_begin, row_end, MAX_CHUNKS)
-    tl.store(range_ptr, first)
-    tl.store(range_ptr + 1, end)
+def touched_kernel(starts_ptr, touched_ptr, num_chunks, row_begin, row_end, LANES: tl.constexpr):
+    chunk, starts, stops = all_chunks(starts_ptr, num_chunks, LANES)
+    tl.store(touched_ptr + chunk, 1, mask=touches(starts, stops, row_begin, row_end))
 
 
 @settings(deadline=None, max_examples=60)
@@ -121,8 +122,8 @@ def test_chunks_touched_are_those_that_hold_the_rows(data):
     starts = [0, *accumulate(lengths)]
     begin = data.draw(st.integers(0, starts[-1] - 1))
     end = data.draw(st.integers(begin + 1, starts[-1]))
-    found = torch.empty(2, dtype=torch.int32)
-    size = triton.next_power_of_2(len(lengths))
-    touched_kernel[(1,)](torch.tensor(starts), found, len(lengths), begin, end, size)
-    holding = [c for c in range(len(lengths)) if lengths[c] and starts[c] < end and starts[c + 1] > begin]
-    assert [c for c in range(*found.tolist()) if lengths[c]] == holding
+    found = torch.zeros(len(lengths), dtype=torch.int32)
+    lanes = num_lanes(len(lengths), num_warps=data.draw(st.sampled_from([1, 4])))
+    touched_kernel[(1,)](torch.tensor(starts), found, len(lengths), begin, end, lanes)
+    holding = [lengths[c] and starts[c] < end and starts[c + 1] > begin for c in range(len(lengths))]
+    assert found.tolist() == [int(bool(holds)) for holds in holding]

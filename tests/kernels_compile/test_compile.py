@@ -107,7 +107,7 @@ def test_the_wait_alone_runs_in_one_warp(target):
     assert row.spill_bytes == 0
     if arch.backend == "cuda":
         ptx = compile_case(AWAIT_ROWS, None, "i32", arch).asm["ptx"]
-        assert 0 < ptx.find("ld.global.sys.acquire") < ptx.rfind("%globaltimer")
+        assert 0 < ptx.find("ld.acquire.sys.global") < ptx.rfind("%globaltimer")
 
 
 def test_products_of_sm_90_overlap_with_the_loads_of_the_next_steps():
@@ -134,11 +134,11 @@ def test_the_spin_comes_before_the_loads(config):
     case = CASES["all_gather_matmul"]
     ptx = compile_case(case, config, "bf16", SM_90).asm["ptx"]
     first_load = ptx.find(FIRST_LOAD[load_paths(case, config)[0]])
-    assert 0 < ptx.rfind("ld.global.sys.acquire") < first_load
+    assert 0 < ptx.rfind("ld.acquire.sys.global") < first_load
     # It is bounded by the clock, and TMA reads after what it acquired.
     assert 0 < ptx.find("%globaltimer") < first_load
     if config.tma:
-        assert ptx.rfind("ld.global.sys.acquire") < ptx.find("fence.proxy.async.global") < first_load
+        assert ptx.rfind("ld.acquire.sys.global") < ptx.find("fence.proxy.async.global") < first_load
 
 
 @pytest.mark.parametrize("release", ["atom.global.gpu.acq_rel.add", "atom.global.sys.release.exch"])
