@@ -15,8 +15,8 @@ WORLDS = range(1, 17)
 DIRECTIONS = ["pairs", "ring", "both_ways"]
 
 
-def uneven(world: int) -> list[int]:
-    return [(rank * 5) % 7 for rank in range(world)]
+def uneven(world: int) -> tuple[int, ...]:
+    return tuple((rank * 5) % 7 for rank in range(world))
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -39,7 +39,7 @@ def test_every_send_meets_its_receive(world, num_chunks, steps_of):
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("steps_of", [all_gather_steps, reduce_scatter_steps])
 def test_no_two_transfers_share_a_link(world, steps_of):
-    schedules = [steps_of(rank, [6] * world, 2) for rank in range(world)]
+    schedules = [steps_of(rank, (6,) * world, 2) for rank in range(world)]
     assert len({len(steps) for steps in schedules}) == 1
     for step in zip(*schedules):
         assert len({s.dst for s in step}) == world, "two senders would share a receiver's link"
@@ -79,7 +79,7 @@ def test_all_gather_sends_what_is_there_from_the_distance_before(world, directio
 
 @pytest.mark.parametrize("world", range(2, 17))
 def test_both_ways_take_half_the_hops_and_load_each_direction_with_half(world):
-    steps = all_gather_steps(0, [8] * world, 1, "both_ways")
+    steps = all_gather_steps(0, (8,) * world, 1, "both_ways")
     assert max(step.distance for step in steps) == world // 2
     down = sum(step.dst == world - 1 for step in steps)
     assert world == 2 or abs(down - (len(steps) - down)) <= 1
@@ -122,9 +122,9 @@ def test_cut_covers_each_shard_without_empty_chunks(sizes, weights):
 def test_what_nothing_can_hide_is_small():
     assert tapered(1) == (1,)
     assert tapered(4) == (4, 2, 1, 1)
-    last_arrival = all_gather_steps(0, [64] * 4, 4)[-4:]
+    last_arrival = all_gather_steps(0, (64,) * 4, 4)[-4:]
     assert [step.recv.rows for step in last_arrival] == [32, 16, 8, 8]
-    first_departure = reduce_scatter_steps(0, [64] * 4, 4)[:4]
+    first_departure = reduce_scatter_steps(0, (64,) * 4, 4)[:4]
     assert [step.send.rows for step in first_departure] == [8, 8, 16, 32]
-    for steps in (all_gather_steps(0, [64] * 4, 4), reduce_scatter_steps(0, [64] * 4, 4)):
+    for steps in (all_gather_steps(0, (64,) * 4, 4), reduce_scatter_steps(0, (64,) * 4, 4)):
         assert len(steps) <= 4 + 1 + 4, "between the ends, shards travel whole"

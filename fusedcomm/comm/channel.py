@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from fusedcomm.errors import PeerError
 
 HEADER_BYTES = 512
+_HEADER = struct.Struct(f"<q{HEADER_BYTES - 8}s")
 # Headers have a tag of their own, so that payload of any size cannot be taken for one.
 HEADER_TAG = 1
 _REFUSED = "refused: "
@@ -38,15 +39,14 @@ class Headers:
         channel: Channel,
         op: str,
         call: int,
-        signature: str,
-        theirs: dict[int, Tensor],
+        own: bytearray,
+        theirs: dict[int, bytearray],
         receives: dict[int, Work],
         sends: dict[int, Work],
-        own: Tensor,
     ) -> None:
         self._channel = channel
-        self._op, self._call, self._signature = op, call, signature
-        self._theirs, self._receives, self._sends, self._own = theirs, receives, sends, own
+        self._op, self._call = op, call
+        self._own, self._theirs, self._receives, self._sends = own, theirs, receives, sends
         self._lock = threading.Lock()
         self._checked = False
         self._error: PeerError | None = None
@@ -61,7 +61,7 @@ class Headers:
             if not self._checked:
                 self._checked = True
                 try:
-                    self._channel.compare(self._op, self._call, self._signature, self.receive())
+                    _compare(self._op, self._channel.rank, self._own, self.receive())
                     self.finish_sends()
                 except PeerError as error:
                     self._error = error
@@ -69,8 +69,8 @@ class Headers:
         if self._error is not None:
             raise self._error
 
-    def receive(self) -> dict[int, tuple[int, str]]:
-        """Every peer's call number and signature, whatever they are.
+    def receive(self) -> dict[int, bytearray]:
+        """Every peer's header, whatever it says.
 
         Raises:
             PeerError: a peer is late beyond the group's time-out, or gone.
@@ -79,10 +79,10 @@ class Headers:
         for peer, header in self._theirs.items():
             wait_for(self._receives[peer], self._op, peer, -1, absent)
             # A call that this rank and the peer both refused earlier left its header behind.
-            while _decode(header)[0] < self._call:
-                again = self._channel.group.recv([header], peer, HEADER_TAG)
+            while header != self._own and _decode(header)[0] < self._call:
+                again = self._channel.group.recv([_as_tensor(header)], peer, HEADER_TAG)
                 wait_for(again, self._op, peer, -1, absent)
-        return {peer: _decode(header) for peer, header in self._theirs.items()}
+        return self._theirs
 
     def finish_sends(self) -> None:
         """Return when the peers have taken this rank's header."""
@@ -101,6 +101,7 @@ class Channel:
         self._calls = 0
         self._agreed: set[str] = set()
         self._check_all = os.environ.get("FUSEDCOMM_CHECKED", "0") == "1"
+        self._backends: dict[str, str] = {}
         self._unclaimed: list[object] = []
         if sys.platform == "linux" and "gloo" in dist.get_backend(group):
             calm_gloo()
@@ -114,6 +115,8 @@ class Channel:
 
     def backend_of(self, op: str, device: torch.device) -> str:
         """`gloo` or `nccl`, whichever the group uses for tensors on `device`."""
+        if device.type in self._backends:
+            return self._backends[device.type]
         backend = self.group._get_backend(device).name()
         needed = {"cpu": "gloo", "cuda": "nccl"}.get(device.type)
         if backend != needed:
@@ -121,6 +124,7 @@ class Channel:
                 f"{op}: the process group uses {backend} for {device.type} tensors; "
                 "CPU tensors need gloo and CUDA tensors nccl: create the group with that backend or move the tensors"
             )
+        self._backends[device.type] = backend
         return backend
 
     def next_call(self) -> int:
@@ -131,15 +135,15 @@ class Channel:
         """Send this call's header to every peer over gloo and post the receives of theirs; does not block."""
         peers = self._peers()
         own = _encode(call, signature)
-        theirs = {peer: torch.empty(HEADER_BYTES, dtype=torch.uint8) for peer in peers}
+        theirs = {peer: bytearray(HEADER_BYTES) for peer in peers}
         receives, sends = {}, {}
         for peer in peers:
             try:
-                receives[peer] = self.group.recv([theirs[peer]], peer, HEADER_TAG)
-                sends[peer] = self.group.send([own], peer, HEADER_TAG)
+                receives[peer] = self.group.recv([_as_tensor(theirs[peer])], peer, HEADER_TAG)
+                sends[peer] = self.group.send([_as_tensor(own)], peer, HEADER_TAG)
             except RuntimeError as error:
                 raise PeerError(op, peer, -1, f"rank {peer} of the group is gone: {error}") from error
-        return Headers(self, op, call, signature, theirs, receives, sends, own)
+        return Headers(self, op, call, own, theirs, receives, sends)
 
     def check_same(self, op: str, signature: str, device: torch.device) -> None:
         """PeerError unless every rank is at this very point; a call of its own, without payload."""
@@ -152,7 +156,7 @@ class Channel:
     def share(self, op: str, text: str) -> dict[int, str]:
         """Every peer's `text`, of less than `HEADER_BYTES`, over gloo; a call of its own, which all ranks make."""
         headers = self.announce(op, self.next_call(), text)
-        theirs = {peer: their_text for peer, (_, their_text) in headers.receive().items()}
+        theirs = {peer: _decode(header)[1] for peer, header in headers.receive().items()}
         headers.finish_sends()
         return theirs
 
@@ -168,16 +172,16 @@ class Channel:
         """
         if signature in self._agreed and not self._check_all:
             return
-        own = _encode(call, signature).to(device)
+        own = _encode(call, signature)
         theirs = torch.empty(self.world * HEADER_BYTES, dtype=torch.uint8, device=device)
-        dist.all_gather_into_tensor(theirs, own, group=self.group)
+        dist.all_gather_into_tensor(theirs, _as_tensor(own).to(device), group=self.group)
         headers = theirs.cpu().view(self.world, HEADER_BYTES)
-        self.compare(op, call, signature, {peer: _decode(headers[peer]) for peer in self._peers()})
+        _compare(op, self.rank, own, {peer: bytearray(headers[peer].numpy()) for peer in self._peers()})
         self._agreed.add(signature)
 
     def refuse(self, op: str, reason: str) -> None:
         """Tell the peers that this rank rejects its own call, so that they need not wait for the time-out."""
-        header = _encode(self.next_call(), f"{_REFUSED}{op}: {reason}")
+        header = _as_tensor(_encode(self.next_call(), f"{_REFUSED}{op}: {reason}"))
         for peer in self._peers():
             # A peer that refuses the same call does not receive this.
             self.keep(self.group.send([header], peer, HEADER_TAG), header)
@@ -189,20 +193,23 @@ class Channel:
         """Hold on to transfers that may never complete, and to their buffers, until the group ends."""
         self._unclaimed.extend(works)
 
-    def compare(self, op: str, call: int, signature: str, theirs: dict[int, tuple[int, str]]) -> None:
-        """PeerError unless all peers make this very call."""
-        for peer, (their_call, their_signature) in theirs.items():
-            if their_signature.startswith(_REFUSED):
-                raise PeerError(op, peer, -1, f"rank {peer} {their_signature}")
-            if (their_call, their_signature) != (call, _fit(signature)):
-                raise PeerError(
-                    op,
-                    peer,
-                    -1,
-                    f"the ranks of the group call different things: rank {self.rank} call {call}: "
-                    f"{signature}; rank {peer} call {their_call}: {their_signature}; "
-                    "all must make the same calls in the same order",
-                )
+
+def _compare(op: str, rank: int, own: bytearray, theirs: dict[int, bytearray]) -> None:
+    """PeerError unless the headers of all peers are the same as this rank's `own`."""
+    for peer, header in theirs.items():
+        if header == own:
+            continue
+        call, signature = _decode(own)
+        their_call, their_signature = _decode(header)
+        if their_signature.startswith(_REFUSED):
+            raise PeerError(op, peer, -1, f"rank {peer} {their_signature}")
+        raise PeerError(
+            op,
+            peer,
+            -1,
+            f"the ranks of the group call different things: rank {rank} call {call}: {signature}; "
+            f"rank {peer} call {their_call}: {their_signature}; all must make the same calls in the same order",
+        )
 
 
 def wait_for(work: Work, op: str, peer: int, chunk: int, what: str) -> None:
@@ -234,18 +241,20 @@ def payload_tag(call: int, signature: str) -> int:
     return max(HEADER_TAG + 1, zlib.crc32(f"{call} {signature}".encode()) >> 1)
 
 
-def _fit(signature: str) -> str:
-    return signature.encode()[: HEADER_BYTES - 8].decode(errors="ignore")
+def _encode(call: int, signature: str) -> bytearray:
+    # A character that is cut in two is left out.
+    text = signature.encode()[: HEADER_BYTES - 8].decode(errors="ignore")
+    return bytearray(_HEADER.pack(call, text.encode()))
 
 
-def _encode(call: int, signature: str) -> Tensor:
-    text = _fit(signature).encode()
-    return torch.frombuffer(bytearray(struct.pack(f"<q{HEADER_BYTES - 8}s", call, text)), dtype=torch.uint8)
-
-
-def _decode(header: Tensor) -> tuple[int, str]:
-    call, text = struct.unpack(f"<q{HEADER_BYTES - 8}s", header.numpy().tobytes())
+def _decode(header: bytearray) -> tuple[int, str]:
+    call, text = _HEADER.unpack(header)
     return call, text.rstrip(b"\0").decode(errors="replace")
+
+
+def _as_tensor(header: bytearray) -> Tensor:
+    """The same memory, as a transfer takes it."""
+    return torch.frombuffer(header, dtype=torch.uint8)
 
 
 def group_named(name: str) -> ProcessGroup:

@@ -28,9 +28,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
+# Schedules that are kept: a model has few kinds of calls, and a tiny one should not pay for planning it again.
+_KEPT = 256
 # How an all-gather's shards travel; an all-reduce in pairs, or `by_node`.
 Direction = Literal["pairs", "ring", "both_ways", "by_node"]
 
@@ -87,8 +90,9 @@ def tapered(num_chunks: int) -> tuple[int, ...]:
     return (*(1 << power for power in range(num_chunks - 2, -1, -1)), 1)
 
 
+@lru_cache(_KEPT)
 def all_gather_steps(
-    rank: int, sizes: Sequence[int], num_chunks: int, direction: Direction = "pairs"
+    rank: int, sizes: tuple[int, ...], num_chunks: int, direction: Direction = "pairs"
 ) -> tuple[Step, ...]:
     """The steps of one rank that gathers everybody's rows, in the order in which they are to run.
 
@@ -111,7 +115,8 @@ def all_gather_steps(
     return tuple(steps)
 
 
-def reduce_scatter_steps(rank: int, sizes: Sequence[int], num_chunks: int) -> tuple[Step, ...]:
+@lru_cache(_KEPT)
+def reduce_scatter_steps(rank: int, sizes: tuple[int, ...], num_chunks: int) -> tuple[Step, ...]:
     """The steps of one rank that sends partial sums to the owners of the rows; `recv` is always its own rows.
 
     `num_chunks` is that of the first distance and of the last.
@@ -148,8 +153,9 @@ class Level:
 Block = tuple[Level, ...]
 
 
+@lru_cache(_KEPT)
 def all_reduce_blocks(
-    rank: int, world: int, rows: int, num_chunks: int, nodes: Sequence[int] = ()
+    rank: int, world: int, rows: int, num_chunks: int, nodes: tuple[int, ...] = ()
 ) -> tuple[Block, ...]:
     """The blocks of `rows` in the order in which they are to run: 1, 2, 3, 5, 9 of them for 1, 2, ... chunks.
 
