@@ -21,9 +21,9 @@ from fusedcomm.bench.gpu_shapes import Shape
 from fusedcomm.comm.ring import Chunk, all_gather_steps, chunk_bounds, reduce_scatter_steps
 from fusedcomm.kernels.all_gather_matmul import all_gather_matmul
 from fusedcomm.kernels.await_rows import await_rows
-from fusedcomm.kernels.config import GemmConfig
 from fusedcomm.kernels.flags import Chunks, Timeout, read_status
 from fusedcomm.kernels.gemm import gemm
+from fusedcomm.kernels.grid import Grid
 from fusedcomm.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from fusedcomm.kernels.reduce import reduce
 from fusedcomm.tune import cost
@@ -39,11 +39,10 @@ LinkedRun = Callable[[ImitatedLink], object]
 
 @dataclass(frozen=True)
 class Plan:
-    """How the kernels of a case run: configuration, programs on all SMs and beside copies, chunks of a shard."""
+    """How the kernels of a case run: on the whole GPU, on the SMs that copies leave, and in how many chunks a shard."""
 
-    config: GemmConfig
-    num_programs: int
-    num_programs_left: int
+    whole: Grid
+    left: Grid
     pieces: int
 
 
@@ -149,9 +148,9 @@ class GatherCase:
         plan = self._plan
         return {
             "cublas": lambda: torch.mm(self._x, self._w.t(), out=self._y),
-            "roof": lambda: gemm(self._x, self._w, self._y, config=plan.config, num_programs=plan.num_programs),
-            "hook": lambda: self._kernel(self._x, self._signals.preset, plan.num_programs),
-            "compute": lambda: self._kernel(self._x, self._signals.preset, plan.num_programs_left),
+            "roof": lambda: gemm(self._x, self._w, self._y, **plan.whole._asdict()),
+            "hook": lambda: self._kernel(self._x, self._signals.preset, plan.whole),
+            "compute": lambda: self._kernel(self._x, self._signals.preset, plan.left),
         }
 
     def linked(self) -> Mapping[str, LinkedRun]:
@@ -172,7 +171,7 @@ class GatherCase:
     def reference(self, dtype: torch.dtype) -> dict[str, Tensor]:
         return {"y": self._x.to(dtype) @ self._w.to(dtype).t()}
 
-    def _kernel(self, x_full: Tensor, chunks: Chunks, num_programs: int) -> None:
+    def _kernel(self, x_full: Tensor, chunks: Chunks, grid: Grid) -> None:
         all_gather_matmul(
             x_full,
             self._w,
@@ -180,8 +179,7 @@ class GatherCase:
             chunks=chunks,
             status=self._signals.status,
             timeout_us=TIMEOUT_US,
-            config=self._plan.config,
-            num_programs=num_programs,
+            **grid._asdict(),
         )
 
     def _steps(self, num_chunks: int) -> list[Chunk]:
@@ -215,14 +213,16 @@ class GatherCase:
     def _fused(self, link: ImitatedLink) -> None:
         chunks = self._signals.chunks
         chunks.epoch.add_(1)
+        begin = self._device.mark()
         self._x_full[self._own] = self._x[self._own]
         chunks.flags[self._signals.own] = chunks.epoch
-        with self._device.beside(self._device.mark()):
+        # Peers do not wait for our own copy.
+        with self._device.beside(begin):
             for chunk, rows in self._signals.peers_chunks():
                 self._receive(rows, link)
                 chunks.flags[chunk : chunk + 1].copy_(chunks.epoch)
             done = self._device.mark()
-        self._kernel(self._x_full, chunks, self._plan.num_programs_left)
+        self._kernel(self._x_full, chunks, self._plan.left)
         self._device.wait(done)
 
 
@@ -246,8 +246,8 @@ class ScatterCase:
         plan = self._plan
         return {
             "cublas": lambda: torch.mm(self._x, self._w.t(), out=self._y_partial),
-            "roof": lambda: gemm(self._x, self._w, self._y_partial, config=plan.config, num_programs=plan.num_programs),
-            "hook": lambda: self._kernel(self._signals.preset, plan.num_programs),
+            "roof": lambda: gemm(self._x, self._w, self._y_partial, **plan.whole._asdict()),
+            "hook": lambda: self._kernel(self._signals.preset, plan.whole),
             "compute": self._compute,
         }
 
@@ -273,15 +273,14 @@ class ScatterCase:
         y = y_partial.view(self._shape.world, *self._y.shape).to(wide).sum(0)
         return {"y_partial": y_partial, "y": y.to(dtype)}
 
-    def _kernel(self, chunks: Chunks, num_programs: int) -> None:
+    def _kernel(self, chunks: Chunks, grid: Grid) -> None:
         matmul_reduce_scatter(
             self._x,
             self._w,
             self._y_partial,
             chunks=chunks,
             counters=self._signals.counters,
-            config=self._plan.config,
-            num_programs=num_programs,
+            **grid._asdict(),
         )
 
     def _send(self, rows: slice, link: ImitatedLink) -> None:
@@ -295,7 +294,7 @@ class ScatterCase:
         reduce(self._summands, self._y)
 
     def _compute(self) -> None:
-        self._kernel(self._signals.preset, self._plan.num_programs_left)
+        self._kernel(self._signals.preset, self._plan.left)
         self._sum()
 
     def _steps(self, num_chunks: int) -> Sequence[slice]:
@@ -326,7 +325,7 @@ class ScatterCase:
         chunks = self._signals.chunks
         chunks.epoch.add_(1)
         begin = self._device.mark()
-        self._kernel(chunks, self._plan.num_programs_left)
+        self._kernel(chunks, self._plan.left)
         with self._device.beside(begin):
             for chunk, rows in self._signals.peers_chunks():
                 await_rows(

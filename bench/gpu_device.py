@@ -10,6 +10,7 @@ import torch
 
 from fusedcomm.kernels import grid
 from fusedcomm.kernels.config import CONFIGS, GemmConfig
+from fusedcomm.kernels.grid import Grid
 
 # Buffers rotate until this many times the L2 cache lies between two uses of one: weights come from memory, as they do
 # between the layers of a model.
@@ -36,6 +37,10 @@ class Device(Protocol):
 
     def num_programs(self, config: GemmConfig, element_bytes: int, communication_sms: int) -> int:
         """The persistent grid on the SMs that are left."""
+        ...
+
+    def grid(self, dtype: torch.dtype, rows: int, columns: int, communication_sms: int) -> Grid:
+        """The one that the ops choose for a GEMM on the SMs that are left."""
         ...
 
     def mark(self) -> Mark:
@@ -91,6 +96,9 @@ class Gpu:
             config, self.torch_device, element_bytes=element_bytes, communication_sms=communication_sms
         )
         return number
+
+    def grid(self, dtype: torch.dtype, rows: int, columns: int, communication_sms: int) -> Grid:
+        return grid.grid_of(self.torch_device, dtype, rows, (columns,), communication_sms)
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()

@@ -52,7 +52,9 @@ def measure(
     device: Device, shape: Shape, dtype: torch.dtype, clock: Callable[[], float], deadline_s: float
 ) -> Measured:
     """Checks and times all methods at one shape; rounds are added until `deadline_s` on the clock."""
-    plan, roof_s = _fastest_plan(device, shape, dtype)
+    whole, left = (device.grid(dtype, shape.m, shape.n, sms) for sms in (0, COPY_SMS))
+    plan = Plan(whole, left, pieces=1)
+    roof_s = _roof_s(device, shape, plan, dtype)
     plan = replace(plan, pieces=best_pieces(MAKESPANS[shape.op], _tiled(shape, plan, roof_s), Link(roof_s, CHUNK_S)))
     signals = Signals(device, shape, plan.pieces)
     cases = [make_case(device, shape, plan, signals, dtype)]
@@ -69,22 +71,15 @@ def measure(
     return Measured(shape, plan, laps, wrong)
 
 
-def _fastest_plan(device: Device, shape: Shape, dtype: torch.dtype) -> tuple[Plan, float]:
-    """The configuration of the table that is fastest for the plain GEMM, and its seconds."""
-    found: list[tuple[float, Plan]] = []
-    signals = Signals(device, shape, 1)
-    for config in device.configs(dtype.itemsize):
-        programs = [device.num_programs(config, dtype.itemsize, sms) for sms in (0, COPY_SMS)]
-        plan = Plan(config, *programs, pieces=1)
-        case = make_case(device, shape, plan, signals, dtype)
-        graph = device.capture(_repeated([case.alone()["roof"]], 3))
-        found.append((min(device.time_s(graph) for _ in range(3)) / 3, plan))
-    seconds, plan = min(found, key=lambda entry: entry[0])
-    return plan, seconds
+def _roof_s(device: Device, shape: Shape, plan: Plan, dtype: torch.dtype) -> float:
+    """Seconds of the plain GEMM."""
+    case = make_case(device, shape, plan, Signals(device, shape, 1), dtype)
+    graph = device.capture(_repeated([case.alone()["roof"]], 3))
+    return min(device.time_s(graph) for _ in range(3)) / 3
 
 
 def _tiled(shape: Shape, plan: Plan, gemm_s: float) -> TiledGemm:
-    return TiledGemm(shape.sizes, shape.n, plan.config, plan.num_programs_left, gemm_s)
+    return TiledGemm(shape.sizes, shape.n, plan.left.config, plan.left.num_programs, gemm_s)
 
 
 def _check(case: Case, link: ImitatedLink, dtype: torch.dtype) -> list[str]:
@@ -168,7 +163,7 @@ def _row(measured: Measured, name: str, factor: float | None, dtype_name: str, m
         world=shape.world,
         dtype=dtype_name,
         shape=(shape.m, shape.n, shape.k),
-        config=str(plan.config),
+        config=str((plan.left if name in ("compute", "fused") else plan.whole).config),
         link=factor,
         method=name,
         pieces=plan.pieces if name in ("hook", "compute", "fused") else 1,

@@ -30,17 +30,28 @@ class Grid(NamedTuple):
 
 
 @cache
-def grid_of(device: torch.device, dtype: torch.dtype, communication_sms: int) -> Grid:
-    """The best configuration that is known for the device, and its resident programs; as `num_programs`.
+def grid_of(
+    device: torch.device, dtype: torch.dtype, rows: int, columns: tuple[int, ...], communication_sms: int = 0
+) -> Grid:
+    """The configuration that should be fastest for `x @ w.T` of so many rows of x and of each w; as `num_programs`.
 
     On the CPU, where programs are interpreted one after the other, a few: enough for them to share the tiles.
     """
     if device.type == "cpu":
         return Grid(INTERPRETER, 2)
     arch = architecture_of(torch.cuda.get_device_properties(device))
-    config = CONFIGS[arch.name][dtype.itemsize][0]
-    count, _ = num_programs(config, device, element_bytes=dtype.itemsize, communication_sms=communication_sms)
-    return Grid(config, count)
+    grids = [
+        Grid(config, num_programs(config, device, element_bytes=dtype.itemsize, communication_sms=communication_sms)[0])
+        for config in CONFIGS[arch.name][dtype.itemsize]
+    ]
+    return min(grids, key=lambda grid: relative_time(grid, rows, columns))
+
+
+def relative_time(grid: Grid, rows: int, columns: tuple[int, ...]) -> float:
+    """How long the GEMM takes next to others of its depth: whole waves of tiles, at the configuration's speed."""
+    config, num_programs = grid
+    num_tiles = -(-rows // config.tile_m) * sum(-(-count // config.tile_n) for count in columns)
+    return -(-num_tiles // num_programs) * num_programs * config.tile_m * config.tile_n / config.speed
 
 
 def num_programs(

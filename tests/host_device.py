@@ -9,6 +9,7 @@ import torch
 
 from fusedcomm.bench.gpu_device import Work
 from fusedcomm.kernels.config import GemmConfig
+from fusedcomm.kernels.grid import Grid
 
 
 class Host:
@@ -30,6 +31,10 @@ class Host:
 
     def num_programs(self, config: GemmConfig, element_bytes: int, communication_sms: int) -> int:
         return self.num_sms - communication_sms
+
+    def grid(self, dtype: torch.dtype, rows: int, columns: int, communication_sms: int) -> Grid:
+        config = self.configs(dtype.itemsize)[0]
+        return Grid(config, self.num_programs(config, dtype.itemsize, communication_sms))
 
     def mark(self) -> None:
         return None

@@ -54,8 +54,10 @@ class FusedCall:
         """Rows per rank of the tensors as matrices."""
         return [size * lead for size in self.sizes]
 
-    def grid(self, like: Tensor) -> Grid:
-        return grid_of(like.device, like.dtype, self.transport.communication_sms)
+    def grid(self, x: Tensor, weights: Sequence[Tensor]) -> Grid:
+        """For `x @ w.T` of each weight, beside what the transport runs."""
+        columns = tuple(len(w) for w in weights)
+        return grid_of(x.device, x.dtype, len(x), columns, self.transport.communication_sms)
 
 
 class Gather:
@@ -85,7 +87,7 @@ class Gather:
                 status=flight.status,
                 timeout_us=flight.timeout_us,
                 epilogue=epilogue,
-                **self._call.grid(x)._asdict(),
+                **self._call.grid(x, weights)._asdict(),
             )
 
     def complete(self) -> Tensor:
@@ -118,7 +120,7 @@ class Scatter:
 
     def multiply(self, x: Tensor, w: Tensor, residual: Tensor | None = None) -> None:
         """The partial sums `x @ w.T + residual`: matrices, x with all rows; each chunk leaves once it is computed."""
-        flight, grid = self._flight, self._call.grid(x)
+        flight, grid = self._flight, self._call.grid(x, [w])
 
         def launch() -> None:
             matmul_reduce_scatter(
@@ -228,7 +230,7 @@ def _scatter_input_gradient(
         if total is None:
             total = rows.new_empty(len(rows), w.shape[1], dtype=torch.float32)
         with span("compute", f"{call.op} dx"):
-            gemm(rows, w.t(), total, epilogue=Epilogue(residual=residual), **call.grid(rows)._asdict())
+            gemm(rows, w.t(), total, epilogue=Epilogue(residual=residual), **call.grid(rows, [w.t()])._asdict())
         residual = total
     scatter.multiply(flat(last_grad), last_w.t(), residual)
 
@@ -237,7 +239,7 @@ def weight_gradient(call: FusedCall, grad: Tensor, x_full: Tensor) -> Tensor:
     """`dy.T @ x` of matrices with all rows."""
     dw = x_full.new_empty(grad.shape[1], x_full.shape[1])
     with span("compute", f"{call.op} dw"):
-        gemm(grad.t(), x_full.t(), dw, **call.grid(x_full)._asdict())
+        gemm(grad.t(), x_full.t(), dw, **call.grid(grad.t(), [x_full.t()])._asdict())
     return dw
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from fusedcomm.kernels.config import ARCHITECTURES, CONFIGS, GemmConfig, architecture, check_fits, fits, shared_bytes
-from fusedcomm.kernels.grid import architecture_of, count_programs
+from fusedcomm.kernels.grid import Grid, architecture_of, count_programs, relative_time
 
 H100 = SimpleNamespace(
     gcnArchName="NVIDIA H100 80GB HBM3",
@@ -82,3 +82,22 @@ def test_a_grid_needs_an_sm(communication_sms):
 def test_a_configuration_that_does_not_fit_gets_no_grid():
     with pytest.raises(ValueError, match="registers a thread"):
         count_programs(GemmConfig(num_warps=4), H100, element_bytes=2, communication_sms=0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "tiles"),
+    [
+        # Measured on an H200, each the fastest of the table.
+        (8192, (16384,), (128, 256)),
+        (4096, (3584,), (128, 128)),
+        (2048, (6656,), (128, 128)),
+        (512, (1792,), (64, 128)),
+    ],
+)
+def test_smaller_tiles_where_larger_ones_leave_the_last_wave_idle(rows, columns, tiles):
+    grids = [
+        Grid(config, count_programs(config, H100, element_bytes=2, communication_sms=0)[0])
+        for config in CONFIGS["sm_90"][2]
+    ]
+    config = min(grids, key=lambda grid: relative_time(grid, rows, columns)).config
+    assert (config.tile_m, config.tile_n) == tiles

@@ -18,6 +18,7 @@ from fusedcomm.bench.gpu_report import GpuRow, markdown, verdicts
 from fusedcomm.bench.gpu_shapes import ROWS, Shape, shapes
 from fusedcomm.kernels.config import GemmConfig
 from fusedcomm.kernels.flags import Timeout
+from fusedcomm.kernels.grid import Grid
 
 CONFIG = GemmConfig(16, 64, 64, group_m=2)
 TOYS = [
@@ -100,7 +101,7 @@ def test_a_wrong_result_is_reported_and_so_is_a_wait_in_vain(monkeypatch):
 def test_every_linked_method_gives_the_op_whatever_the_epoch(toy, pieces):
     device = Host()
     signals = Signals(device, toy, pieces)
-    case = make_case(device, toy, Plan(CONFIG, 3, 2, pieces), signals, torch.float32)
+    case = make_case(device, toy, Plan(Grid(CONFIG, 3), Grid(CONFIG, 2), pieces), signals, torch.float32)
     exact = case.reference(torch.float64)
     # Calls enough for the epoch to wrap around.
     for _ in range(3):
@@ -116,7 +117,7 @@ def test_every_linked_method_gives_the_op_whatever_the_epoch(toy, pieces):
 def test_fused_waits_for_what_did_not_come(monkeypatch):
     device, toy = Host(), TOYS[0]
     signals = Signals(device, toy, 1)
-    case = make_case(device, toy, Plan(CONFIG, 3, 2, 1), signals, torch.float32)
+    case = make_case(device, toy, Plan(Grid(CONFIG, 3), Grid(CONFIG, 2), 1), signals, torch.float32)
     monkeypatch.setattr(gpu_case, "TIMEOUT_US", 3)
     # The next rank's rows never arrive: their flag stays behind.
     monkeypatch.setattr(Signals, "peers_chunks", lambda self: iter([(3, slice(48, 64)), (0, slice(0, 16))]))
