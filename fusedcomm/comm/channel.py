@@ -103,7 +103,9 @@ class Channel:
         self._check_all = os.environ.get("FUSEDCOMM_CHECKED", "0") == "1"
         self._backends: dict[str, str] = {}
         self._unclaimed: list[object] = []
-        if sys.platform == "linux" and "gloo" in dist.get_backend(group):
+        cpu = torch.device("cpu")
+        self._has_gloo = cpu in group._device_types and group._get_backend(cpu).name() == "gloo"
+        if sys.platform == "linux" and self._has_gloo:
             calm_gloo()
 
     @property
@@ -160,10 +162,36 @@ class Channel:
         headers.finish_sends()
         return theirs
 
+    def share_all(self, op: str, text: str) -> list[str]:
+        """Every rank's `text`, of any length, by rank, over whichever backend the group has; all ranks call it."""
+        texts = [""] * self.world
+        try:
+            dist.all_gather_object(texts, text, group=self.group)
+        except RuntimeError as error:
+            raise PeerError(op, -1, -1, f"a rank of the group is gone or late: {error}") from error
+        return texts
+
     @property
     def timeout_s(self) -> float:
-        """How long a wait for a peer may take: the time-out of the group's gloo backend."""
-        return self.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        """How long a wait for a peer may take: the time-out of the group's gloo backend, or else of its NCCL one."""
+        backend = self.group._get_backend(torch.device("cpu" if self._has_gloo else "cuda"))
+        return backend.options._timeout.total_seconds()
+
+    def has_agreed(self, signature: str) -> bool:
+        """Whether the ranks have agreed on such a call before."""
+        return signature in self._agreed
+
+    def agree(self, op: str, signature: str, device: torch.device) -> None:
+        """For a call whose payload needs no host: PeerError unless every rank makes it.
+
+        Looked at for signatures not seen before, since hosts wait for each other; `FUSEDCOMM_CHECKED=1` looks always.
+        """
+        call = self.next_call()
+        if not self._has_gloo:
+            self.agree_on_device(op, call, signature, device)
+        elif signature not in self._agreed or self._check_all:
+            self.announce(op, call, signature).check()
+            self._agreed.add(signature)
 
     def agree_on_device(self, op: str, call: int, signature: str, device: torch.device) -> None:
         """The same over NCCL, where a look at the headers stalls the host: only for signatures not seen before.

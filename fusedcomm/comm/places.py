@@ -1,4 +1,4 @@
-"""Where virtual ranks run: on streams of one GPU, or on the CPU in turns."""
+"""Where ranks run: each on streams of its GPU, several virtual ones on those of one GPU, or on the CPU in turns."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol, TypeVar
 
@@ -34,15 +35,9 @@ Mark = Any
 
 
 class Place(Protocol):
-    """Where the ranks run."""
+    """Where a rank's kernels run, and its copies."""
 
-    # What each rank's kernels must leave to copies, and to the other ranks' kernels.
-    communication_sms: int
     timeout_us: int
-
-    def run(self, tasks: Sequence[Callable[[], Result]]) -> list[Result]:
-        """Run one task for each rank, at the same time, as far as they wait for each other."""
-        ...
 
     def mark(self) -> Mark:
         """Where the current stream is now."""
@@ -60,12 +55,23 @@ class Place(Protocol):
         """On the current stream, over the link."""
         ...
 
-    def await_flag(self, flags: Tensor, index: int, epoch: Tensor, status: Tensor) -> None:
-        """Lets the current stream wait until the flag is not behind the epoch."""
+    def await_chunk(self, chunks: Chunks, chunk: int, status: Tensor) -> None:
+        """Lets the current stream wait for one of the chunks, whether it has rows or not."""
         ...
 
     def await_arrivals(self, chunks: Chunks) -> None:
         """Return when kernels may be launched that wait for the chunks."""
+        ...
+
+
+class SimulatedPlace(Place, Protocol):
+    """Where all ranks of a simulation run."""
+
+    # What each rank's kernels must leave to copies, and to the other ranks' kernels.
+    communication_sms: int
+
+    def run(self, tasks: Sequence[Callable[[], Result]]) -> list[Result]:
+        """Run one task for each rank, at the same time, as far as they wait for each other."""
         ...
 
     def check(self, statuses: Sequence[Tensor]) -> None:
@@ -73,7 +79,55 @@ class Place(Protocol):
         ...
 
 
-class Streams:
+class _Streams:
+    """What streams of any GPU have in common."""
+
+    def __init__(self, device: torch.device, timeout_s: float) -> None:
+        self.timeout_us = min(2**31 - 1, round(timeout_s * 1e6))
+        self._device = device
+        self._only: dict[tuple[int, int], Tensor] = {}
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        torch.cuda.current_stream().wait_event(mark)
+
+    def await_chunk(self, chunks: Chunks, chunk: int, status: Tensor) -> None:
+        key = (chunks.num_chunks, chunk)
+        if key not in self._only:
+            # As if there were one row, of that chunk.
+            starts = [0] * (chunk + 1) + [1] * (chunks.num_chunks - chunk)
+            self._only[key] = torch.tensor(starts, device=self._device)
+        await_rows(replace(chunks, starts=self._only[key]), 1, status=status, timeout_us=self.timeout_us)
+
+    def await_arrivals(self, chunks: Chunks) -> None:
+        # The kernels wait, beside the copies.
+        return None
+
+
+class RankStreams(_Streams):
+    """One rank of a GPU: its kernels are on the current stream, its copies on one beside that."""
+
+    def __init__(self, device: torch.device, timeout_s: float) -> None:
+        super().__init__(device, timeout_s)
+        # High priority: the one program of a wait must not queue behind the GEMM whose rows it lets go.
+        self._copies = torch.cuda.Stream(device, priority=-1)
+
+    @contextmanager
+    def sending(self, rank: int, after: torch.cuda.Event) -> Iterator[None]:
+        with torch.cuda.stream(self._copies):
+            self.wait(after)
+            yield
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        # Of contiguous memory: a copy engine's work.
+        target.copy_(source)
+
+
+class VirtualStreams(_Streams):
     """Ranks on one GPU: two streams each."""
 
     def __init__(self, world: int, device: torch.device, gbyte_per_s: float, timeout_s: float) -> None:
@@ -88,11 +142,10 @@ class Streams:
                 f"simulated: {_QUEUES}={os.environ.get(_QUEUES)}; set it to {_NUM_QUEUES} before CUDA is first used, "
                 "or ranks wait for each other's kernels"
             )
+        super().__init__(device, timeout_s)
         self.communication_sms = num_sms - (num_sms - COPY_SMS) // world
-        self.timeout_us = round(timeout_s * 1e6)
         self._gbyte_per_s = gbyte_per_s
         self._num_copy_programs = max(1, PROGRAMS_PER_SM * COPY_SMS // world)
-        self._one_row = torch.tensor([0, 1], device=device)
         streams = _own_streams(device)
         self._compute, self._copy = streams[:world], streams[_MAX_RANKS:][:world]
 
@@ -112,14 +165,6 @@ class Streams:
             torch.cuda.current_stream().wait_stream(stream)
         return results
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record()
-        return event
-
-    def wait(self, mark: torch.cuda.Event) -> None:
-        torch.cuda.current_stream().wait_event(mark)
-
     @contextmanager
     def sending(self, rank: int, after: torch.cuda.Event) -> Iterator[None]:
         with torch.cuda.stream(self._copy[rank]):
@@ -128,14 +173,6 @@ class Streams:
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         paced_copy(source, target, gbyte_per_s=self._gbyte_per_s, num_programs=self._num_copy_programs)
-
-    def await_flag(self, flags: Tensor, index: int, epoch: Tensor, status: Tensor) -> None:
-        flag = Chunks(0, 1, self._one_row, flags[index : index + 1], epoch)
-        await_rows(flag, 1, status=status, timeout_us=self.timeout_us)
-
-    def await_arrivals(self, chunks: Chunks) -> None:
-        # The kernels wait, beside the copies.
-        return None
 
     def check(self, statuses: Sequence[Tensor]) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -186,17 +223,17 @@ class InTurns:
     def copy(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source)
 
-    def await_flag(self, flags: Tensor, index: int, epoch: Tensor, status: Tensor) -> None:
-        self._turns.wait_until(lambda: is_up(flags, index, int(epoch)), f"flag {index} of epoch {int(epoch)}")
+    def await_chunk(self, chunks: Chunks, chunk: int, status: Tensor) -> None:
+        self._wait_until_up(chunks, chunk)
+
+    def _wait_until_up(self, chunks: Chunks, chunk: int) -> None:
+        epoch = int(chunks.epoch)
+        self._turns.wait_until(lambda: is_up(chunks.flags, chunk, epoch), f"chunk {chunk} of epoch {epoch}")
 
     def await_arrivals(self, chunks: Chunks) -> None:
-        rows = chunks.starts.diff().tolist()
-        epoch = int(chunks.epoch)
-        for chunk, size in enumerate(rows):
+        for chunk, size in enumerate(chunks.starts.diff().tolist()):
             if size:
-                self._turns.wait_until(
-                    lambda chunk=chunk: is_up(chunks.flags, chunk, epoch), f"chunk {chunk} of epoch {epoch}"
-                )
+                self._wait_until_up(chunks, chunk)
 
     def check(self, statuses: Sequence[Tensor]) -> None:
         assert all(read_status(status) is None for status in statuses)

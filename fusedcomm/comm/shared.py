@@ -14,37 +14,43 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from fusedcomm.comm.buffers import (
+    NUM_BUFFERS,
+    Buffer,
+    Lane,
+    check_chunks,
+    gather_bytes,
+    rounded_up,
+    scatter_bytes,
+)
 from fusedcomm.comm.channel import Channel
 from fusedcomm.comm.pool import STAGING
 from fusedcomm.comm.record import span
 from fusedcomm.comm.ring import chunk_bounds
-from fusedcomm.comm.shared_memory import MAX_CHUNKS, NUM_BUFFERS, Buffer, map_everywhere
+from fusedcomm.comm.shared_memory import map_everywhere
 from fusedcomm.comm.worker import Worker
 from fusedcomm.errors import PeerError
 from fusedcomm.kernels.await_rows import await_rows
 from fusedcomm.kernels.flags import Chunks, read_status
 from fusedcomm.kernels.host_flags import is_up, raise_flag
 
-_SMALLEST_BYTES = 1 << 16
 # Between two looks at a flag by a thread, which must leave the processor to those who will raise it.
 _LOOK_S = 50e-6
 _CALIBRATION_POLLS = 200
 
 
-class _Lane:
-    """The buffers of one kind of call on all ranks, of a size that does not change, and whose turn it is."""
+class _Lane(Lane):
+    """A lane whose epochs the host counts."""
 
     def __init__(self, num_bytes: int, by_rank: Sequence[Sequence[Buffer]], epoch: int) -> None:
-        self.num_bytes = num_bytes
-        self._by_rank = by_rank
+        super().__init__(num_bytes, by_rank)
         self._epochs = [epoch] * NUM_BUFFERS
-        self._turn = 0
 
     def next_turn(self) -> tuple[list[Buffer], int]:
         """For the next call: the buffer of every rank, and its epoch."""
-        turn, self._turn = self._turn, (self._turn + 1) % NUM_BUFFERS
+        turn, buffers = self.take_turn()
         self._epochs[turn] = _wrapped(self._epochs[turn] + 1)
-        return [buffers[turn] for buffers in self._by_rank], self._epochs[turn]
+        return buffers, self._epochs[turn]
 
 
 class SharedTransport:
@@ -73,14 +79,14 @@ class SharedTransport:
             PeerError: a peer calls something else, is gone or late; in the first call of a size, else `finish` does.
             ValueError: the ranks do not share a machine, or it has too little shared memory.
         """
-        lane = self._lane(op, "gather", sum(sizes) * shard.shape[1] * shard.element_size())
+        lane = self._lane(op, "gather", gather_bytes(shard, sizes))
         return SharedGather(self, lane, op, signature, shard, sizes, pieces)
 
     def scatter(
         self, op: str, signature: str, like: Tensor, features: int, sizes: Sequence[int], pieces: int
     ) -> SharedScatter:
         """As `FlagTransport.scatter`; raises what `gather` does."""
-        lane = self._lane(op, "scatter", self.world * max(sizes) * features * like.element_size())
+        lane = self._lane(op, "scatter", scatter_bytes(like, features, sizes))
         return SharedScatter(self, lane, op, signature, like, features, sizes, pieces)
 
     def fail(self, error: Exception) -> None:
@@ -94,7 +100,7 @@ class SharedTransport:
         lane = self._lanes.get(kind)
         if lane is None or lane.num_bytes < num_bytes:
             # All ranks come to this together: a call's shapes are the same on all of them.
-            num_bytes = max(_SMALLEST_BYTES, 1 << max(0, num_bytes - 1).bit_length())
+            num_bytes = rounded_up(num_bytes)
             self.channel.check_same(op, f"{op}: {kind} in {num_bytes} bytes of shared memory", torch.device("cpu"))
             by_rank = map_everywhere(self.channel, op, num_bytes, self._first_epoch)
             lane = self._lanes[kind] = _Lane(num_bytes, by_rank, self._first_epoch)
@@ -107,8 +113,7 @@ class _SharedFlight:
     def __init__(
         self, transport: SharedTransport, lane: _Lane, op: str, signature: str, sizes: Sequence[int], pieces: int
     ) -> None:
-        if transport.world * pieces > MAX_CHUNKS:
-            raise ValueError(f"{op}: {pieces} chunks on each of {transport.world} ranks; at most {MAX_CHUNKS} in all")
+        check_chunks(op, transport.world, pieces)
         self.status = transport.status
         self.timeout_us = num_polls(transport.timeout_s)
         self._transport = transport

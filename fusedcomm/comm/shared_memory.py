@@ -6,39 +6,15 @@ import mmap
 import os
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from fusedcomm.comm.buffers import NUM_BUFFERS, Buffer, part_bytes, split_buffer
 from fusedcomm.comm.channel import Channel
 
 _FOLDER = Path("/dev/shm")
 _PAGE_BYTES = 4096
-# How many buffers the calls of one kind use in turn.
-NUM_BUFFERS = 2
-# Flags of one buffer, and so the most chunks of all ranks together.
-MAX_CHUNKS = 4096
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """One of a rank's buffers, as this process maps it.
-
-    Attributes:
-        data: bytes, which peers write rows into.
-        flags: [MAX_CHUNKS] int32, the epoch of each chunk's rows.
-        done: [world] int32, up to which epoch each peer has read its own such buffer.
-    """
-
-    data: Tensor
-    flags: Tensor
-    done: Tensor
-
-    def view(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self.data[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def map_everywhere(channel: Channel, op: str, num_bytes: int, epoch: int) -> list[list[Buffer]]:
@@ -83,13 +59,8 @@ def _check_all(channel: Channel, op: str, outcome: str) -> None:
             )
 
 
-def _part_bytes(num_bytes: int, world: int) -> list[int]:
-    """A buffer's flags, done words and rows, each on pages of its own."""
-    return [-(-part // _PAGE_BYTES) * _PAGE_BYTES for part in (MAX_CHUNKS * 4, world * 4, num_bytes)]
-
-
 def _create(path: Path, num_bytes: int, world: int, epoch: int) -> None:
-    whole = NUM_BUFFERS * sum(_part_bytes(num_bytes, world))
+    whole = NUM_BUFFERS * sum(part_bytes(world, num_bytes, _PAGE_BYTES))
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
         # Now, and not by a signal when it is written to, must a lack of memory show.
@@ -102,14 +73,10 @@ def _create(path: Path, num_bytes: int, world: int, epoch: int) -> None:
 
 
 def _map(path: Path, num_bytes: int, world: int) -> list[Buffer]:
-    parts = _part_bytes(num_bytes, world)
+    size = sum(part_bytes(world, num_bytes, _PAGE_BYTES))
     file = os.open(path, os.O_RDWR)
     try:
-        whole = torch.frombuffer(mmap.mmap(file, NUM_BUFFERS * sum(parts)), dtype=torch.uint8)
+        whole = torch.frombuffer(mmap.mmap(file, NUM_BUFFERS * size), dtype=torch.uint8)
     finally:
         os.close(file)
-    buffers = []
-    for piece in whole.split(sum(parts)):
-        flags, done, data = piece.split(parts)
-        buffers.append(Buffer(data, flags.view(torch.int32), done.view(torch.int32)[:world]))
-    return buffers
+    return [split_buffer(piece, world, num_bytes, _PAGE_BYTES) for piece in whole.split(size)]

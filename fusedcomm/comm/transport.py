@@ -182,20 +182,27 @@ def flag_transport_of(group: ProcessGroup, op: str, device: torch.device) -> Fla
 
 
 def _open_flag_transport(channel: Channel, op: str, device: torch.device) -> FlagTransport:
-    channel.backend_of(op, device)
     remedy = "use method='chunked'"
-    if device.type != "cpu":
-        raise ValueError(f"{op}: method='fused' has no transport for {device.type} tensors yet; {remedy}")
     try:
         from fusedcomm.kernels._triton import INTERPRETED
     except ModuleNotFoundError as error:
         raise ValueError(f"{op}: method='fused' cannot run: {error}; {remedy}") from error
+    if device.type == "cuda":
+        if INTERPRETED:
+            raise ValueError(
+                f"{op}: method='fused' on CUDA tensors needs compiled kernels, but this process interprets them; "
+                f"unset TRITON_INTERPRET, or {remedy}"
+            )
+        # Imports Triton, which the other methods do without.
+        from fusedcomm.comm.symmetric import SymmetricTransport
+
+        return SymmetricTransport(channel, op, device)
+    channel.backend_of(op, device)
     if not INTERPRETED:
         raise ValueError(
             f"{op}: method='fused' on CPU tensors needs Triton's interpreter, but this process's compiles for a "
             f"GPU; set TRITON_INTERPRET=1 before Triton is first imported, or {remedy}"
         )
-    # Imports Triton, which the other methods do without.
     from fusedcomm.comm.shared import SharedTransport
 
     return SharedTransport(channel)

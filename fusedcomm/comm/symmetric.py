@@ -1,0 +1,172 @@
+"""Flags and chunks between GPUs of one machine: every rank maps the others' buffers and copies rows straight into them.
+
+The buffers are torch's symmetric memory. A copy engine moves the rows, while all SMs but one compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric_memory
+
+from fusedcomm.comm.buffers import NUM_BUFFERS, Buffer, part_bytes, rounded_up, split_buffer
+from fusedcomm.comm.channel import Channel
+from fusedcomm.comm.flights import StreamLane, StreamTransport, Turn
+from fusedcomm.comm.hierarchical import node_of_each_rank
+from fusedcomm.comm.places import RankStreams
+from fusedcomm.errors import PeerError
+from fusedcomm.kernels.await_rows import await_rows
+from fusedcomm.kernels.flags import Chunks, read_status
+
+# For any dtype, and for TMA.
+_ALIGNMENT = 256
+_PROBE_BYTES = 4096
+_NOT_PREPARED = "this call has not run before, which makes its buffers and loads its kernels: run it once before"
+
+
+class SymmetricTransport(StreamTransport):
+    """`FlagTransport` of one group over symmetric memory; every rank makes it at the same time.
+
+    The first call of a signature is agreed upon by all ranks, for which hosts wait for each other; later ones are
+    not, unless `FUSEDCOMM_CHECKED=1` is set. A call may be captured in a CUDA graph once it has run outside of one,
+    which makes its buffers and loads its kernels. Every rank must then replay its graph equally often.
+
+    Raises:
+        ValueError: on every rank, if one cannot reach the memory of another.
+    """
+
+    name = "symmetric"
+    # For the one program that at any time waits until a peer's buffer is free.
+    communication_sms = 1
+
+    def __init__(self, channel: Channel, op: str, device: torch.device, first_epoch: int = 0) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError(f"{op}: a CUDA graph is captured, but {_NOT_PREPARED}")
+        super().__init__(channel.rank, channel.world, device, RankStreams(device, channel.timeout_s))
+        self._channel = channel
+        self._first_epoch = first_epoch
+        self._lanes: dict[str, StreamLane] = {}
+        # Kept to the end: a captured graph replays its calls in the buffers that it was captured with.
+        self._memory: list[object] = []
+        # The device's status, as it was when the latest flight whose kernels have all run was finished.
+        self._known_status = torch.zeros(4, dtype=torch.int32, pin_memory=True)
+        self._error: PeerError | None = None
+        if len(set(node_of_each_rank(channel.group))) > 1:
+            raise ValueError(f"{op}: transport 'symmetric' needs all ranks on one machine")
+        buffers = [turn for (turn, *_) in self._map_everywhere(op, _PROBE_BYTES)]
+        _check_all(channel, op, _attempt(lambda: self._probe(op, buffers)))
+
+    def take_turn(self, op: str, kind: str, signature: str, num_bytes: int) -> Turn:
+        """As `StreamTransport.take_turn`.
+
+        Raises:
+            PeerError: a peer calls something else, is gone or late; or an earlier call has waited in vain.
+            ValueError: the call is captured but has not run before; or there is no memory for its buffers.
+        """
+        if self._known_status[0]:
+            self.check()
+        if self._error is not None:
+            rank, chunk = self._error.rank, self._error.chunk
+            raise PeerError(op, rank, chunk, f"an earlier call of this group failed ({self._error}); make a new group")
+        lane = self._lanes.get(kind)
+        fits = lane is not None and num_bytes <= lane.num_bytes
+        if torch.cuda.is_current_stream_capturing() and not (fits and self._channel.has_agreed(signature)):
+            raise ValueError(f"{op}: a CUDA graph is captured, but {_NOT_PREPARED} ({signature})")
+        try:
+            self._channel.agree(op, signature, self._device)
+        except PeerError as error:
+            self._error = error
+            raise
+        if lane is None or not fits:
+            # All ranks come to this together: a call's shapes are the same on all of them.
+            num_bytes = rounded_up(num_bytes)
+            lane = StreamLane(num_bytes, self._map_everywhere(op, num_bytes), self._first_epoch, self._device)
+            self._lanes[kind] = lane
+        return lane.next_turn()
+
+    def note_finish(self) -> None:
+        self._known_status.copy_(self.status, non_blocking=True)
+
+    def check(self) -> None:
+        """PeerError if a call so far has waited in vain; waits for the device."""
+        torch.cuda.synchronize(self._device)
+        timeout = read_status(self.status)
+        if self._error is None and timeout is not None:
+            what = (
+                f"rank {timeout.rank} of the group did not deliver chunk {timeout.chunk} of epoch {timeout.epoch}, or"
+            )
+            limit = f"did not read the one before, in {self.place.timeout_us / 1e6:g} s ({timeout.op} kernel)"
+            self._error = PeerError(timeout.op, timeout.rank, timeout.chunk, f"{what} {limit}")
+        if self._error is not None:
+            raise self._error
+
+    def _map_everywhere(self, op: str, num_bytes: int) -> list[list[Buffer]]:
+        """Buffers of `num_bytes` on every rank, by rank, as this one maps them."""
+        size = sum(part_bytes(self.world, num_bytes, _ALIGNMENT))
+        channel = self._channel
+
+        def split(whole: Tensor) -> list[Buffer]:
+            return [split_buffer(piece, self.world, num_bytes, _ALIGNMENT) for piece in whole.split(size)]
+
+        def allocate() -> None:
+            whole = symmetric_memory.empty(NUM_BUFFERS * size, dtype=torch.uint8, device=self._device)
+            for buffer in split(whole):
+                buffer.flags.fill_(self._first_epoch)
+                buffer.done.fill_(self._first_epoch)
+            torch.cuda.synchronize(self._device)
+            self._memory.append(whole)
+
+        _check_all(channel, op, _attempt(allocate))
+        whole = self._memory[-1]
+        assert isinstance(whole, Tensor)
+        by_rank: list[list[Buffer]] = []
+
+        def map_all() -> None:
+            # Returns when all ranks have come here, and so have set their flags.
+            handle = symmetric_memory.rendezvous(whole, channel.group.group_name)
+            self._memory.append(handle)
+            for rank in range(self.world):
+                by_rank.append(split(handle.get_buffer(rank, (NUM_BUFFERS * size,), torch.uint8)))
+
+        _check_all(channel, op, _attempt(map_all))
+        return by_rank
+
+    def _probe(self, op: str, buffers: list[Buffer]) -> None:
+        """RuntimeError unless the rows and flags that each rank copies to all others arrive, in that order."""
+        stripe = _PROBE_BYTES // self.world
+        epoch = torch.tensor([self._first_epoch + 1], dtype=torch.int32, device=self._device)
+        status, begin = torch.zeros_like(self.status), self.place.mark()
+        pattern = torch.full((stripe,), self.rank + 1, dtype=torch.uint8, device=self._device)
+        with self.place.sending(self.rank, begin):
+            for buffer in buffers:
+                self.place.copy(pattern, buffer.data[self.rank * stripe : (self.rank + 1) * stripe])
+                buffer.flags[self.rank : self.rank + 1].copy_(epoch)
+            sent = self.place.mark()
+        self.place.wait(sent)
+        flags = buffers[self.rank].flags[: self.world]
+        chunks = Chunks(self.rank, self.world, self.starts(range(self.world + 1)), flags, epoch)
+        await_rows(chunks, self.world, status=status, timeout_us=self.place.timeout_us)
+        found = buffers[self.rank].data[: stripe * self.world].view(self.world, stripe)
+        expected = torch.arange(1, self.world + 1, dtype=torch.uint8, device=self._device)
+        if (timeout := read_status(status)) is not None:
+            raise RuntimeError(f"a flag of rank {timeout.rank} did not rise in its memory")
+        if not torch.equal(found, expected[:, None].expand_as(found)):
+            raise RuntimeError("what peers copied into its memory is not there, though their flags are up")
+
+
+def _attempt(step: Callable[[], object]) -> str:
+    """What went wrong, or nothing. Torch raises RuntimeError for whatever it, the driver or the store refuses."""
+    try:
+        step()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def _check_all(channel: Channel, op: str, outcome: str) -> None:
+    """ValueError on every rank if the step went wrong on one."""
+    for rank, failure in enumerate(channel.share_all(op, outcome)):
+        if failure:
+            raise ValueError(f"{op}: transport 'symmetric' cannot run: on rank {rank}, {failure}")
