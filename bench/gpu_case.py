@@ -2,8 +2,8 @@
 
 Methods without a link: `cublas` and `roof` (our kernel) are the GEMM alone, `hook` is the op's kernel with all flags
 up, or raising them, on the whole GPU; `compute` is what is left of `fused` if nothing travels, on the SMs that the
-copies leave. With a link: `transfer` moves what `serial` moves, alone; `serial`, `chunked` and `fused` are the methods
-of the op.
+copies leave, and `sum` that part of it which adds up the partial sums, after all transfers. With a link: `transfer`
+moves what `serial` moves, alone; `serial`, `chunked` and `fused` are the methods of the op.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from fusedcomm.kernels.reduce import reduce
 from fusedcomm.tune import cost
 
 ALONE = ("cublas", "roof", "hook", "compute")
+# Parts of other methods, which leave no result of their own.
+PARTS = ("transfer", "sum")
 LINKED = ("transfer", "serial", "chunked", "fused")
 # The calls of a case cross the number at which epochs wrap around.
 _FIRST_EPOCH = 2**31 - 2
@@ -249,6 +251,7 @@ class ScatterCase:
             "roof": lambda: gemm(self._x, self._w, self._y_partial, **plan.whole._asdict()),
             "hook": lambda: self._kernel(self._signals.preset, plan.whole),
             "compute": self._compute,
+            "sum": self._sum,
         }
 
     def linked(self) -> Mapping[str, LinkedRun]:

@@ -15,7 +15,7 @@ import torch
 
 from fusedcomm.bench.case import complaints
 from fusedcomm.bench.errors import BenchError
-from fusedcomm.bench.gpu_case import ALONE, LINKED, Case, Plan, Signals, make_case
+from fusedcomm.bench.gpu_case import ALONE, LINKED, PARTS, Case, Plan, Signals, make_case
 from fusedcomm.bench.gpu_device import Device, Work
 from fusedcomm.bench.gpu_link import ImitatedLink
 from fusedcomm.bench.gpu_report import GpuRow
@@ -85,9 +85,8 @@ def _tiled(shape: Shape, plan: Plan, gemm_s: float) -> TiledGemm:
 def _check(case: Case, link: ImitatedLink, dtype: torch.dtype) -> list[str]:
     """What is wrong with which method's result."""
     exact, plain = case.reference(torch.float64), case.reference(dtype)
-    runs: dict[str, Work] = dict(case.alone())
-    # What only moves rows leaves no result.
-    runs |= {name: _bound(run, link) for name, run in case.linked().items() if name != "transfer"}
+    runs: dict[str, Work] = {name: run for name, run in case.alone().items() if name not in PARTS}
+    runs |= {name: _bound(run, link) for name, run in case.linked().items() if name not in PARTS}
     wrong: list[str] = []
     for name, run in runs.items():
         case.poison()
@@ -115,7 +114,7 @@ def _works(
     cases: Sequence[Case], links: Mapping[float, ImitatedLink], num_runs: int
 ) -> dict[tuple[str, float | None], Work]:
     works: dict[tuple[str, float | None], Work] = {}
-    for name in ALONE:
+    for name in cases[0].alone():
         works[name, None] = _repeated([case.alone()[name] for case in cases], num_runs)
     for factor, link in links.items():
         for name in LINKED:
@@ -147,7 +146,7 @@ def rows_of(measured: Measured, dtype_name: str, machine: str) -> list[GpuRow]:
     """The rows of one shape."""
     rows = [_row(measured, name, None, dtype_name, machine) for name in ALONE]
     for factor in LINKS:
-        rows += [_row(measured, name, factor, dtype_name, machine) for name in LINKED if name != "transfer"]
+        rows += [_row(measured, name, factor, dtype_name, machine) for name in LINKED if name not in PARTS]
     return rows
 
 
@@ -198,8 +197,10 @@ def _efficiency(laps: Laps, name: str, factor: float | None) -> float | None:
 
 
 def _bound_of(measured: Measured, factor: float) -> float:
-    gemm_s = statistics.median(measured.laps["compute", None])
+    compute_s = statistics.median(measured.laps["compute", None])
     wire_s = statistics.median(measured.laps["transfer", factor])
-    gemm = _tiled(measured.shape, measured.plan, gemm_s)
-    total_s = slowest_s(MAKESPANS[measured.shape.op], gemm, Link(wire_s), measured.plan.pieces)
-    return efficiency(total_s, gemm_s, wire_s)
+    # Added up is what has arrived: no schedule of tiles can hide that.
+    sum_s = statistics.median(measured.laps.get(("sum", None), [0.0]))
+    gemm = _tiled(measured.shape, measured.plan, compute_s - sum_s)
+    total_s = slowest_s(MAKESPANS[measured.shape.op], gemm, Link(wire_s), measured.plan.pieces) + sum_s
+    return efficiency(total_s, compute_s, wire_s)

@@ -72,7 +72,8 @@ def test_the_benchmark_writes_rows_and_tables(outcome, tmp_path):
     for toy in TOYS:
         assert f"| {toy.op} | toy | {toy.m}, {toy.n}, {toy.k} |" in text
     assert "Measured on Triton's interpreter, 19 SMs" in text
-    assert "overlap efficiency >= 0.95 of the bound: 6 of 6 shapes" in text
+    # Where adding up takes as long as all of `compute`, nothing of a reduce-scatter can hide.
+    assert "overlap efficiency >= 0.95 of the bound: 3 of 3 shapes" in text
 
 
 def test_what_there_is_no_time_for_is_named():

@@ -119,7 +119,7 @@ def test_products_of_sm_90_overlap_with_the_loads_of_the_next_steps():
         assert re.search(r"cp\.async\.wait_group\s+2;", compiled.asm["ptx"])
 
 
-@pytest.mark.parametrize("config", (CONFIGS["sm_90"][2][0], POINTER), ids=str)
+@pytest.mark.parametrize("config", [CONFIGS["sm_90"][2][0], POINTER], ids=str)
 def test_the_wait_hook_costs_no_asynchronous_load(config):
     plain, waiting = (compile_row(case, config, "bf16", SM_90) for case in hooked("gemm", wait=True))
     assert plain.async_loads == waiting.async_loads > 0
@@ -129,7 +129,7 @@ def hooked(kernel: str, **hook: bool) -> tuple[Case, Case]:
     return CASES[kernel], replace(CASES[kernel], **hook)
 
 
-@pytest.mark.parametrize("config", (CONFIGS["sm_90"][2][0], POINTER), ids=str)
+@pytest.mark.parametrize("config", [CONFIGS["sm_90"][2][0], POINTER], ids=str)
 def test_the_spin_comes_before_the_loads(config):
     case = CASES["all_gather_matmul"]
     ptx = compile_case(case, config, "bf16", SM_90).asm["ptx"]
