@@ -123,6 +123,10 @@ REFUSED = [
         {},
         "must be summed exactly",
     ),
+    ({"mode": "zero1", "overlap": "backward+forward"}, {"clip_norm": None}, "which sums must have come before"),
+    ({"mode": "zero1", "sync": "diloco"}, {}, "weights and moments of their own"),
+    ({"mode": "zero1", "compression": "int8", "bucket_mb": 4.0}, {}, "shares are reduce-scattered"),
+    ({"mode": "zero1", "algorithm": "tree"}, {}, "straight to the owner of their share"),
     ({"sync": "local_sgd", "sync_every": 5}, {"steps": 12}, "train.steps: 12 is no multiple of"),
 ]
 

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from fusedcomm.comm.channel import channel_of
 from fusedcomm.comm.collective import Pending
 from fusedcomm.comm.compress import Codec
+from fusedcomm.comm.owners import add_in_order
 from fusedcomm.comm.pool import BufferPool
 from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.comm.stages import Job, Stages
@@ -191,13 +192,7 @@ class _ChunkSum:
             self.own if rank == self._level.rank else self._decoded(self._summands[rank])
             for rank in range(self._level.world)
         ]
-        # `own` may take the sum as soon as its own summand is in.
-        total = self.own if self._level.rank < 2 else self._take(self.own)
-        torch.add(terms[0], terms[1], out=total)
-        for term in terms[2:]:
-            total += term
-        if total is not self.own:
-            self.own.copy_(total)
+        add_in_order(terms, self.own, self._take)
 
     def send_sum(self, keeps_error: bool) -> None:
         if not self.own.numel():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,14 @@ class Mesh:
     tp_group: ProcessGroup
     device: torch.device
     device_mesh: DeviceMesh
+
+    @cached_property
+    def tp_dp_mesh(self) -> DeviceMesh:
+        """This pipeline rank's part of the mesh, with dp inside tp: for shares of tensor-parallel shards."""
+        ranks = self.device_mesh.mesh[self.pp_rank].t()
+        return DeviceMesh.from_group(
+            [self.tp_group, self.dp_group], self.device.type, mesh=ranks, mesh_dim_names=("tp", "dp")
+        )
 
     @property
     def is_first_stage(self) -> bool:

@@ -1,19 +1,16 @@
-"""The flat fp32 buffer that holds all gradients of a rank, the buckets it is cut into, and what ranks agree on."""
+"""The flat fp32 buffer of all gradients of a rank, in an order that ranks agree on, and the buckets it is cut into."""
 
 from __future__ import annotations
 
 import hashlib
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fusedcomm.comm.plan import SHORT_S, Forecast
 from fusedcomm.nn.layout import layout_of
 
 # Views start at multiples of 64 bytes, so that vector kernels never meet an unaligned gradient.
@@ -86,53 +83,6 @@ def cut_into_buckets(flat: Tensor, slots: Sequence[Slot], max_bytes: int, *, fir
             slot.bucket = bucket
         buckets.append(bucket)
     return buckets
-
-
-@dataclass(frozen=True)
-class Timing:
-    """When a step's gradients are ready and first used, by slot, and what the link carries; the same on all ranks.
-
-    Seconds since the first gradient was ready, and since the first parameter was used.
-    """
-
-    ready_s: list[float]
-    forward_s: list[float]
-    bytes_per_s: float
-
-    @property
-    def gap_s(self) -> float:
-        """The median time between two moments of readiness, of those that are no short gaps."""
-        moments = sorted(self.ready_s)
-        return statistics.median([b - a for a, b in pairwise(moments) if b - a >= SHORT_S] or [0.0])
-
-    def forecasts(self, buckets: Sequence[Bucket], place: dict[Slot, int], *, in_forward: bool) -> list[Forecast]:
-        """What to expect of each bucket. Its sum is needed at the end of backward, or `in_forward` when it is used."""
-        end_s = max(self.ready_s, default=0.0)
-        found = []
-        for bucket in buckets:
-            places = [place[slot] for slot in bucket.slots]
-            used_s = min(self.forward_s[index] for index in places) if in_forward else 0.0
-            ready_s = max(self.ready_s[index] for index in places)
-            found.append(Forecast(ready_s, end_s + used_s, bucket.flat.nbytes))
-        return found
-
-
-def agree_on_timing(slots: Sequence[Slot], bytes_per_s: float, group: ProcessGroup) -> Timing:
-    """The slowest rank's times and the fastest rank's rate: one that waited for a late peer has seen less of the link.
-
-    What is not known (no gradient, no hook on the forward) counts as 0.
-    """
-    device = slots[0].grad.device
-    numbers = [*_since_first([slot.ready_s for slot in slots]), *_since_first([slot.forward_s for slot in slots])]
-    agreed = torch.tensor([*numbers, bytes_per_s], dtype=torch.float64, device=device)
-    dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
-    *numbers, bytes_per_s = agreed.tolist()
-    return Timing(numbers[: len(slots)], numbers[len(slots) :], bytes_per_s)
-
-
-def _since_first(moments_s: Sequence[float | None]) -> list[float]:
-    first_s = min((moment for moment in moments_s if moment is not None), default=0.0)
-    return [0.0 if moment is None else moment - first_s for moment in moments_s]
 
 
 def digest(named: NamedParams) -> str:

@@ -14,26 +14,21 @@ from torch.distributed import ProcessGroup
 
 from fusedcomm.comm.collective import AllReduce, Collective, Pending, bulk_group
 from fusedcomm.comm.compress import Layout, Place
-from fusedcomm.comm.plan import Forecast, Pace, Piece, pace_of, plan
+from fusedcomm.comm.plan import Piece
 from fusedcomm.comm.queue import TransferQueue
 from fusedcomm.comm.record import span
 from fusedcomm.nn.layout import claim_partial_grad, layout_of
 from fusedcomm.parallel.buckets import (
     Bucket,
     Slot,
-    Timing,
     agree_on_order,
-    agree_on_timing,
     check_same,
     cut_into_buckets,
     digest,
     lay_out,
 )
-
-# While nothing has been measured.
-_FIRST_BUCKET_MB = 4.0
-# Steps from one agreement on rates and times to the next.
-_STEPS_BETWEEN_PLANS = 256
+from fusedcomm.parallel.shares import Shares
+from fusedcomm.parallel.timing import Planner
 
 
 def _all_reduce(group: ProcessGroup, layout: Layout) -> Collective:
@@ -74,6 +69,10 @@ class GradientBuckets:
     forward, for the sums of its own parameters, and `update` is called on them first. `settle()` waits for all: whoever
     reads parameters by other ways than the forward of a layer must call it.
 
+    With `sharded` (ZeRO-1) each data-parallel rank steps its own rows of each parameter, `share_of(param)`, alone: a
+    bucket is reduce-scattered, `main_grad` is the sum of those rows' gradients, and torch's optimizers have none.
+    `gather_later()` after the update hands the rows to all; each layer waits for its own parameters as above.
+
     Errors: ValueError on all ranks of a group if they hold different parameters; RuntimeError for a gradient
     that comes in after its bucket was sent or before its parameter was updated, and at the end of a step for one that
     did not pass through the buckets.
@@ -91,6 +90,7 @@ class GradientBuckets:
         window_mb: float | None = None,
         layers: Iterable[nn.Module] = (),
         collective: Callable[[ProcessGroup, Layout], Collective] = _all_reduce,
+        sharded: bool = False,
     ) -> None:
         named = [(name, param) for name, param in named_params if param.requires_grad]
         if len({id(param) for _, param in named}) < len(named):
@@ -111,11 +111,15 @@ class GradientBuckets:
         self._flat, slots = lay_out([*whole, *merged])
         self._slots: dict[Tensor, Slot] = {slot.param: slot for slot in slots}
         self._num_whole = len(whole)
-        self._bucket_mb, self._window_mb = bucket_mb, window_mb
-        self._cut(int((bucket_mb or _FIRST_BUCKET_MB) * 2**20))
-        self._timing: Timing | None = None
+        self._planner = Planner(bucket_mb, window_mb)
+        self._cut()
+        self._shares: Shares | None = None
         if self._dp_group is not None:
-            self._collective = collective(bulk_group(self._dp_group, self._flat.device), self.layout)
+            group = bulk_group(self._dp_group, self._flat.device)
+            if sharded:
+                self._shares = Shares(group, slots)
+            else:
+                self._collective = collective(group, self.layout)
             self._queue = TransferQueue("gradients", self._flat.device)
         for slot in slots:
             slot.param.register_post_accumulate_grad_hook(self._collect)
@@ -124,10 +128,10 @@ class GradientBuckets:
             self._in_forward = True
             own = [self._slots[param] for param in layer.parameters() if param in self._slots]
             layer.register_forward_pre_hook(partial(self._before_forward, own))
+            layer.register_state_dict_pre_hook(lambda *_: self.settle())
         self._counted = False
         self._finished = False
-        self._num_steps = self._planned_after = 0
-        self._num_pending = 0
+        self._num_steps = self._num_pending = 0
         self._named_without_gradient: set[str] = set()
         self.zero()
 
@@ -163,6 +167,11 @@ class GradientBuckets:
 
     def finish(self, *, set_grad: bool = True) -> None:
         """Wait until every gradient is the sum over all ranks; every rank calls it once a step."""
+        if set_grad and self._shares is not None:
+            raise ValueError(
+                "GradientBuckets: with sharded=True a rank has the gradients of its own rows only, so there is no "
+                "param.grad to set; use finish(set_grad=False) and fusedcomm.parallel.Optimizer(sharded=True)"
+            )
         self._close()
         for bucket in self._buckets:
             self._wait(bucket)
@@ -183,9 +192,22 @@ class GradientBuckets:
 
         self._await_later(self._buckets, apply)
 
+    def gather_later(self) -> None:
+        """Hand the rows that each rank has stepped to all others; returns at once. Not `sharded`: nothing is to do.
+
+        Every rank calls it after each update, and after reading a checkpoint. First layers come first.
+        """
+        if self._shares is None:
+            return
+        self.settle()
+        self._queue.begin(self._planner.gathers(self._buckets), self._planner.pace().window_bytes)
+        for bucket in self._buckets:
+            self._queue.submit(bucket.index, partial(self._shares.gather, bucket))
+        self._await_later(self._buckets, lambda bucket: None)
+
     def settle(self) -> None:
-        """Return when nothing is pending: all sums are in, all parameters updated. Without `finish_later` it does
-        nothing.
+        """Return when nothing is pending: all sums are in, all parameters updated and gathered. Without `finish_later`
+        and `gather_later` it does nothing.
         """
         for bucket in self._buckets:
             self._settle(bucket)
@@ -224,9 +246,9 @@ class GradientBuckets:
         """Every gradient's name and place in the buffer, in its order."""
         return list(self._slots.values())
 
-    def _cut(self, max_bytes: int) -> None:
+    def _cut(self) -> None:
         slots = self.slots
-        self._buckets = cut_into_buckets(self._flat, slots[: self._num_whole], max_bytes)
+        self._buckets = cut_into_buckets(self._flat, slots[: self._num_whole], self._planner.pace().piece_bytes)
         # One bucket whatever its size: these parameters are vectors, and one latency beats many.
         merged = cut_into_buckets(
             self._flat, slots[self._num_whole :], self._flat.nbytes, first_index=len(self._buckets)
@@ -253,12 +275,14 @@ class GradientBuckets:
             self._queue.submit(bucket.index, partial(self._start_piece, bucket))
 
     def _start_piece(self, bucket: Bucket, piece: Piece) -> Pending:
+        if self._shares is not None:
+            return self._shares.reduce(bucket, piece)
         start, stop = piece.start // 4, piece.stop // 4
         return self._collective.start(bucket.flat[start:stop], bucket.offset + start)
 
-    def _wait(self, bucket: Bucket) -> None:
+    def _wait(self, bucket: Bucket, what: str = "gradients_dp") -> None:
         if self._dp_group is not None:
-            with span("wait", "gradients_dp", bucket.flat.nbytes):
+            with span("wait", what, bucket.flat.nbytes):
                 self._queue.wait(bucket.index)
 
     def _close(self) -> None:
@@ -279,16 +303,18 @@ class GradientBuckets:
         self._num_pending = len(buckets)
 
     def _before_forward(self, slots: list[Slot], *_: object) -> None:
+        now_s = time.perf_counter()
         for slot in slots:
-            if slot.forward_s is None:
-                slot.forward_s = time.perf_counter()
+            slot.forward_s = slot.forward_s or now_s
+        # The last one of all begins the next step, for which the moments above are known by then.
+        for slot in slots:
             self._settle(slot.bucket)
 
     def _settle(self, bucket: Bucket) -> None:
         then = bucket.pending
         if then is None:
             return
-        self._wait(bucket)
+        self._wait(bucket, "gradients_dp" if self._shares is None else "parameters_dp")
         then(bucket)
         bucket.pending = None
         self._num_pending -= 1
@@ -316,40 +342,22 @@ class GradientBuckets:
         """A new step's transfers, all those of the one before being over."""
         if self._dp_group is None or not self._buckets:
             return
-        if self._num_steps % _STEPS_BETWEEN_PLANS == 1 and self._planned_after < self._num_steps:
+        if self._planner.is_due(self._num_steps):
             self._plan_anew(self._dp_group)
         for slot in self._slots.values():
             slot.forward_s = None
-        pace = self._pace()
-        # A step that counts launches everything at its end, in the order of the buffer.
-        timing = self._timing if self._counted else None
-        if timing is None:
-            forecasts = [Forecast(0.0, bucket.index, bucket.flat.nbytes) for bucket in self._buckets]
-        else:
-            place = {slot: index for index, slot in enumerate(self._slots.values())}
-            forecasts = timing.forecasts(self._buckets, place, in_forward=self._in_forward)
-        rate = timing.bytes_per_s if timing is not None else 1.0
-        order = plan(forecasts, bytes_per_s=rate, piece_bytes=pace.piece_bytes)
-        self._queue.begin(order, pace.window_bytes)
+        in_forward = self._in_forward and self._shares is None
+        order = self._planner.sums(self._buckets, counted=self._counted, in_forward=in_forward)
+        self._queue.begin(order, self._planner.pace().window_bytes)
 
     def _plan_anew(self, group: ProcessGroup) -> None:
-        self._planned_after = self._num_steps
         bytes_per_s = self._queue.bytes_per_s
         self._queue.begin([], 0)
-        self._timing = agree_on_timing(self.slots, bytes_per_s, group)
-        if self._bucket_mb is None:
-            self._cut(self._pace().piece_bytes)
+        self._planner.agree(self._num_steps, self.slots, bytes_per_s, group)
+        if self._planner.adapts_buckets:
+            self._cut()
             for bucket in self._buckets:
                 self._open(bucket)
-
-    def _pace(self) -> Pace:
-        piece_bytes = int((self._bucket_mb or _FIRST_BUCKET_MB) * 2**20)
-        pace = Pace(piece_bytes, 2 * piece_bytes)
-        if self._bucket_mb is None and self._timing is not None:
-            pace = pace_of(self._timing.bytes_per_s, self._timing.gap_s)
-        if self._window_mb is not None:
-            pace = Pace(pace.piece_bytes, int(self._window_mb * 2**20))
-        return pace
 
     def _check_no_stray_gradient(self) -> None:
         for slot in self._slots.values():

@@ -16,6 +16,7 @@ from fusedcomm.comm.record import span
 from fusedcomm.nn.layout import layout_of
 from fusedcomm.parallel.data import main_grad_of
 from fusedcomm.parallel.disk import DiskTensors
+from fusedcomm.parallel.shares import share_of
 
 
 def cosine_lr(step: int, *, peak: float, warmup_steps: int, total_steps: int, minimum: float = 0.0) -> float:
@@ -70,6 +71,9 @@ class Optimizer:
     data-parallel replica has a norm of its own, over its own ranks. The sum is taken in
     rank order, so that every rank clips by the same number, to the last bit.
 
+    With `sharded` a data-parallel rank keeps the masters and moments of its own rows only (`share_of`), counts their
+    gradients, and steps them; `GradientBuckets(sharded=True)` brings them to the others.
+
     Non-finite gradients: with a `loss_scale` (fp16) all ranks skip the step and halve the scale; without, all
     raise FloatingPointError naming the step, ranks and parameters, before any weight has changed.
 
@@ -90,15 +94,22 @@ class Optimizer:
         counted_elsewhere: Collection[str] = (),
         disk: DiskTensors | None = None,
         per_replica: bool = False,
+        sharded: bool = False,
     ) -> None:
         self._params = {name: param for name, param in named_params if param.requires_grad}
-        self._mesh, self._per_replica = mesh, per_replica
+        self._mesh = mesh
+        self._dp_ranks_differ = per_replica or sharded
+        self._per_replica = per_replica
+        # What this rank steps of each parameter.
+        self._own: dict[str, Tensor] = {**self._params}
+        if sharded and mesh is not None:
+            self._own = {name: share_of(param.detach(), mesh.dp_rank, mesh.dp) for name, param in self._params.items()}
         self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
         self._clip_norm = clip_norm
         self.loss_scale = loss_scale
         self._counted = {name for name in self._params if self._counts_here(name, counted_elsewhere)}
         self._disk = disk
-        self._masters = {name: self._master(name, param) for name, param in self._params.items()}
+        self._masters = {name: self._master(name, own) for name, own in self._own.items()}
         self._moments = {
             name: {
                 "exp_avg": self._zeros(name, master),
@@ -151,7 +162,7 @@ class Optimizer:
         return squares
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Live tensors by parameter name: `master`, `exp_avg`, `exp_avg_sq` (fp32, as the shard) and `step`."""
+        """Live tensors by parameter name: `master`, `exp_avg`, `exp_avg_sq` (fp32, of what is stepped here), `step`."""
         return {name: {"master": master.detach(), **self._moments[name]} for name, master in self._masters.items()}
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
@@ -179,7 +190,7 @@ class Optimizer:
         if self._mesh is None:
             return True
         sharded = layout_of(self._params[name]).shard_dim is not None
-        is_counted_replica = self._per_replica or self._mesh.dp_rank == 0
+        is_counted_replica = self._dp_ranks_differ or self._mesh.dp_rank == 0
         return is_counted_replica and (sharded or self._mesh.tp_rank == 0)
 
     def _global_norm(self, grads: dict[str, Tensor]) -> float:
@@ -267,11 +278,11 @@ class Optimizer:
     def _zeros(self, name: str, like: Tensor) -> Tensor:
         return torch.zeros_like(like) if self._disk is None else self._disk.zeros(name, like)
 
-    def _master(self, name: str, param: nn.Parameter) -> nn.Parameter:
-        if param.dtype == torch.float32:
-            return param
-        values = param.detach().float()
-        return nn.Parameter(values if self._disk is None else self._disk.zeros(name, values).copy_(values))
+    def _master(self, name: str, own: Tensor) -> Tensor:
+        if own.dtype == torch.float32:
+            return own
+        values = own.detach().float()
+        return values if self._disk is None else self._disk.zeros(name, values).copy_(values)
 
     def _grads(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The fp32 gradients of those that have one."""
@@ -281,8 +292,8 @@ class Optimizer:
     @torch.no_grad()
     def _round_into_params(self, names: Iterable[str]) -> None:
         for name in names:
-            if self._params[name] is not self._masters[name]:
-                self._params[name].copy_(self._masters[name])
+            if self._own[name] is not self._masters[name]:
+                self._own[name].copy_(self._masters[name])
 
 
 def _norms(grads: list[Tensor]) -> list[Tensor]:

@@ -99,6 +99,7 @@ def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
     if _holds_both_copies(trainer):
         tensors["output.weight"] = tensors["embedding.weight"]
     trainer.optimizer.load_state_dict(tensors)
+    trainer.buckets.gather_later()
     if trainer.replicas is not None:
         trainer.replicas.restart(holds_sum=progress["has_sum"])
     if trainer.delayed is not None:
@@ -193,6 +194,21 @@ def _by_rank(trainer: Trainer, local: Tensor) -> DTensor:
 
 
 def _as_dtensor(trainer: Trainer, name: str, local: Tensor) -> DTensor:
-    shard_dim = layout_of(trainer.params[name]).shard_dim
-    placement = Replicate() if shard_dim is None else Shard(shard_dim)
-    return DTensor.from_local(local, trainer.mesh.device_mesh["tp"], [placement], run_check=False)
+    """What this rank has of a tensor like the parameter `name`: all that tensor parallelism gives it, or its share."""
+    param, mesh = trainer.params[name], trainer.mesh
+    shard_dim = layout_of(param).shard_dim
+    placements = [Replicate() if shard_dim is None else Shard(shard_dim)]
+    if not trainer.shards_optimizer:
+        return DTensor.from_local(local, mesh.device_mesh["tp"], placements, run_check=False)
+    shape = list(param.shape)
+    if shard_dim is not None:
+        shape[shard_dim] *= mesh.tp
+    return DTensor.from_local(
+        local,
+        # Tensor-parallel shards are cut into shares, not the other way round.
+        mesh.tp_dp_mesh,
+        [*placements, Shard(0)],
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(shape, device="meta").stride(),
+    )

@@ -47,7 +47,43 @@ def _syncs(config: Config, *modes: str) -> bool:
     return _data(config).size > 1 and _data(config).sync in modes
 
 
+def _shares(config: Config) -> bool:
+    return _data(config).size > 1 and _data(config).mode != "replicate"
+
+
 REFUSALS = (
+    Refusal(
+        f"{_DP}.mode",
+        "zero1",
+        "overlap: backward+forward",
+        "its weights arrive during the next forward, which sums must have come before",
+        "use overlap: backward or mode: replicate",
+        lambda config: _shares(config) and _in_forward(config),
+    ),
+    Refusal(
+        f"{_DP}.mode",
+        "zero1",
+        "sync: delayed, local_sgd or diloco",
+        "they need whole gradients, or weights and moments of their own, on every rank",
+        "use sync: every_step or mode: replicate",
+        lambda config: _shares(config) and _data(config).sync != "every_step",
+    ),
+    Refusal(
+        f"{_DP}.mode",
+        "zero1",
+        "any compression but none",
+        "it makes up for what is lost in an all-reduce, and shares are reduce-scattered",
+        "set compression: none and compression_in_node: none, or mode: replicate",
+        lambda config: _shares(config) and _compresses(config),
+    ),
+    Refusal(
+        f"{_DP}.mode",
+        "zero1",
+        "algorithm: auto, tree or hierarchical",
+        "they are ways to all-reduce, and summands go straight to the owner of their share",
+        "set algorithm: ring or mode: replicate",
+        lambda config: _shares(config) and _data(config).algorithm != "ring",
+    ),
     Refusal(
         f"{_DP}.sync",
         "delayed, local_sgd or diloco",

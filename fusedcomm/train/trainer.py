@@ -101,6 +101,7 @@ class Trainer:
             window_mb=parallel.data_parallel.window_mb,
             layers=self._layers_that_wait(),
             collective=self._open_sums,
+            sharded=self.shards_optimizer,
         )
         self.pipeline.accumulate_into(self.buckets.accumulate)
         self.optimizer = Optimizer(
@@ -114,6 +115,7 @@ class Trainer:
             counted_elsewhere=["output.weight"] if self.has_second_copy else [],
             disk=DiskTensors(folder) if folder is not None and train.offload.optimizer == "disk" else None,
             per_replica=self._trains_apart,
+            sharded=self.shards_optimizer,
         )
         self._last_norm = 0.0
         self.replicas = self._make_replicas() if self._trains_apart else None
@@ -129,6 +131,11 @@ class Trainer:
         return self.config.parallel_config.data_parallel.overlap == "backward+forward" and self.mesh.dp > 1
 
     @property
+    def shards_optimizer(self) -> bool:
+        """Whether each data-parallel rank has the summed gradients, masters and moments of its own rows only."""
+        return self.config.parallel_config.data_parallel.mode == "zero1" and self.mesh.dp > 1
+
+    @property
     def _trains_apart(self) -> bool:
         """Whether data-parallel replicas step on their own between two syncs."""
         return self.mesh.dp > 1 and self.config.parallel_config.data_parallel.sync in ("local_sgd", "diloco")
@@ -141,7 +148,8 @@ class Trainer:
     def gradients(self, step: int, batches: Sequence[Batch]) -> float:
         """Forward and backward of `batches`, one after the other; the global batch's mean loss, on every rank.
 
-        Afterwards every parameter's `main_grad` is the gradient of that loss (times the fp16 loss scale). With
+        Afterwards every parameter's `main_grad` is the gradient of that loss (times the fp16 loss scale), with
+        `mode: zero1` that of the rows that this rank steps. With
         `overlap: backward+forward` it is so after `update` and `settle`; with `sync: delayed` it is that of the step
         before, and with `local_sgd` and `diloco` that of this replica's own samples.
         """
@@ -186,13 +194,15 @@ class Trainer:
         """Clip, step AdamW at this step's rate, and round the masters into the parameters.
 
         With `overlap: backward+forward` that happens in the next step's forward, or in `settle`, and the norm is that
-        of the step before (0 in the first). With `sync: delayed` the first step applies nothing.
+        of the step before (0 in the first). With `sync: delayed` the first step applies nothing. With `mode: zero1` the
+        weights are gathered during the next step's forward, or in `settle`.
         """
         lr = self.lr(step)
         if not self._has_gradients:
             return StepResult(0.0, skipped=True)
         if not self.overlaps_forward:
             result = self.optimizer.step(step, lr=lr)
+            self.buckets.gather_later()
             if self.replicas is not None:
                 self.replicas.after_step(step + 1, is_last=step + 1 == self.config.train.steps)
             return result
@@ -339,11 +349,16 @@ class Trainer:
         return result
 
     def _layers_that_wait(self) -> Iterator[nn.Module]:
-        """The modules whose forwards come one after the other, each of which may wait for its own sums."""
-        if self.overlaps_forward:
-            for stage in self.pipeline.stages.values():
-                for child in stage.children():
-                    yield from child.values() if isinstance(child, nn.ModuleDict) else (child,)
+        """The modules whose forwards come one after the other, each of which may wait for its own parameters."""
+        if not self.overlaps_forward and not self.shards_optimizer:
+            return
+        for stage in self.pipeline.stages.values():
+            if self.shape.tp_sync != "every_layer":
+                # Blocks run in turns, past the forwards of layers.
+                yield stage
+                continue
+            for child in stage.children():
+                yield from child.values() if isinstance(child, nn.ModuleDict) else (child,)
 
 
 def _idle_shares(seconds: Sequence[float], waited: Sequence[float]) -> list[float]:

@@ -187,7 +187,7 @@ def verify(config: Config, *, steps: int, json_path: Path | None, device: torch.
             trainer.settle()
             mesh_grads = _gather_whole(trainer, _main_grads(trainer))
         else:
-            mesh_grads = _gather_whole(trainer, _main_grads(trainer))
+            mesh_grads = _gather_whole(trainer, _main_grads(trainer), of_shares=trainer.shards_optimizer)
             skipped = trainer.update(step).skipped
         if references is not None:
             step_losses, step_rows = references.compare(
@@ -223,11 +223,14 @@ def _main_grads(trainer: Trainer) -> dict[str, Tensor]:
     return {name: grad for name, grad in grads.items() if grad is not None}
 
 
-def _gather_whole(trainer: Trainer, local: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors by global name, on rank 0; elsewhere nothing. The first data-parallel ranks send their shards."""
+def _gather_whole(trainer: Trainer, local: dict[str, Tensor], *, of_shares: bool = False) -> dict[str, Tensor]:
+    """Whole tensors by global name, on rank 0; elsewhere nothing.
+
+    The first data-parallel ranks send their tensor-parallel shards, or if these are cut into shares, all send theirs.
+    """
     mesh = trainer.mesh
     mine: dict[str, tuple[int | None, int, Tensor]] = {}
-    if mesh.dp_rank == 0:
+    if mesh.dp_rank == 0 or of_shares:
         for name, tensor in local.items():
             if not (name == "output.weight" and trainer.has_second_copy):
                 mine[name] = (layout_of(trainer.params[name]).shard_dim, mesh.tp_rank, tensor.cpu().clone())
@@ -235,16 +238,19 @@ def _gather_whole(trainer: Trainer, local: dict[str, Tensor]) -> dict[str, Tenso
     dist.gather_object(mine, gathered)
     if gathered is None:
         return {}
-    shards: dict[str, dict[int, Tensor]] = {}
+    # Ranks come in the order of their places in dp.
+    shards: dict[str, dict[int, list[Tensor]]] = {}
     dims: dict[str, int | None] = {}
     for part in gathered:
         for name, (dim, tp_rank, tensor) in part.items():
-            shards.setdefault(name, {})[tp_rank] = tensor
+            shards.setdefault(name, {}).setdefault(tp_rank, []).append(tensor)
             dims[name] = dim
-    return {
-        name: parts[0] if (dim := dims[name]) is None else torch.cat([parts[rank] for rank in sorted(parts)], dim)
-        for name, parts in shards.items()
-    }
+    found = {}
+    for name, by_rank in shards.items():
+        parts = [torch.cat(by_rank[tp_rank]) for tp_rank in sorted(by_rank)]
+        dim = dims[name]
+        found[name] = parts[0] if dim is None else torch.cat(parts, dim)
+    return found
 
 
 def _report(rows: list[Row], losses: list[StepLosses]) -> None:

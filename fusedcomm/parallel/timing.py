@@ -1,0 +1,124 @@
+"""What ranks know together of a step's course, and the order and pieces in which its transfers leave."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from fusedcomm.comm.plan import SHORT_S, Forecast, Pace, Piece, pace_of, plan
+from fusedcomm.parallel.buckets import Bucket, Slot
+from fusedcomm.parallel.shares import param_bytes
+
+# While nothing has been measured.
+_FIRST_BUCKET_MB = 4.0
+# Steps from one agreement on rates and times to the next.
+_STEPS_BETWEEN_PLANS = 256
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When a step's gradients are ready and first used, by slot, and what the link carries; the same on all ranks.
+
+    Seconds since the first gradient was ready, and since the first parameter was used.
+    """
+
+    ready_s: dict[Slot, float]
+    forward_s: dict[Slot, float]
+    bytes_per_s: float
+
+    @property
+    def gap_s(self) -> float:
+        """The median time between two moments of readiness, of those that are no short gaps."""
+        moments = sorted(self.ready_s.values())
+        return statistics.median([b - a for a, b in pairwise(moments) if b - a >= SHORT_S] or [0.0])
+
+    def first_use(self, bucket: Bucket) -> float:
+        return min(self.forward_s[slot] for slot in bucket.slots)
+
+    def forecasts(self, buckets: Sequence[Bucket], *, in_forward: bool) -> list[Forecast]:
+        """What to expect of each bucket. Its sum is needed at the end of backward, or `in_forward` when it is used."""
+        end_s = max(self.ready_s.values(), default=0.0)
+        found = []
+        for bucket in buckets:
+            used_s = self.first_use(bucket) if in_forward else 0.0
+            ready_s = max(self.ready_s[slot] for slot in bucket.slots)
+            found.append(Forecast(ready_s, end_s + used_s, bucket.flat.nbytes))
+        return found
+
+
+class Planner:
+    """The plans of one rank's steps; the same on all ranks of the group, which hear of nothing but what they agreed on.
+
+    `bucket_mb` and `window_mb` as `GradientBuckets` has them.
+    """
+
+    def __init__(self, bucket_mb: float | None, window_mb: float | None) -> None:
+        self._bucket_mb, self._window_mb = bucket_mb, window_mb
+        self._timing: Timing | None = None
+        self._agreed_after = 0
+
+    @property
+    def adapts_buckets(self) -> bool:
+        return self._bucket_mb is None
+
+    def is_due(self, num_steps: int) -> bool:
+        """Whether it is time to `agree`, `num_steps` having been taken."""
+        return num_steps % _STEPS_BETWEEN_PLANS == 1 and self._agreed_after < num_steps
+
+    def agree(self, num_steps: int, slots: Sequence[Slot], bytes_per_s: float, group: ProcessGroup) -> None:
+        """Exchange what this rank has seen of the last step."""
+        self._agreed_after = num_steps
+        self._timing = _agree_on_timing(slots, bytes_per_s, group)
+
+    def pace(self) -> Pace:
+        piece_bytes = int((self._bucket_mb or _FIRST_BUCKET_MB) * 2**20)
+        pace = Pace(piece_bytes, 2 * piece_bytes)
+        if self._bucket_mb is None and self._timing is not None:
+            pace = pace_of(self._timing.bytes_per_s, self._timing.gap_s)
+        if self._window_mb is not None:
+            pace = Pace(pace.piece_bytes, int(self._window_mb * 2**20))
+        return pace
+
+    def sums(self, buckets: Sequence[Bucket], *, counted: bool, in_forward: bool) -> list[Piece]:
+        """The order of a step's sums, which are needed at the end of backward, or `in_forward` when they are used."""
+        # A step that counts launches everything at its end, in the order of the buffer.
+        if self._timing is None or not counted:
+            return self._plan([Forecast(0.0, bucket.index, bucket.flat.nbytes) for bucket in buckets])
+        return self._plan(self._timing.forecasts(buckets, in_forward=in_forward))
+
+    def gathers(self, buckets: Sequence[Bucket]) -> list[Piece]:
+        """The order in which parameters, all ready, are gathered for a forward."""
+        forecasts = []
+        for bucket in buckets:
+            # In the first step all that is known is that the buffer is in the reverse order of use.
+            used_s = -float(bucket.index) if self._timing is None else self._timing.first_use(bucket)
+            forecasts.append(Forecast(0.0, used_s, param_bytes(bucket)))
+        return self._plan(forecasts)
+
+    def _plan(self, forecasts: Sequence[Forecast]) -> list[Piece]:
+        rate = 1.0 if self._timing is None else self._timing.bytes_per_s
+        return plan(forecasts, bytes_per_s=rate, piece_bytes=self.pace().piece_bytes)
+
+
+def _agree_on_timing(slots: Sequence[Slot], bytes_per_s: float, group: ProcessGroup) -> Timing:
+    """The slowest rank's times and the fastest rank's rate: one that waited for a late peer has seen less of the link.
+
+    What is not known (no gradient, no hook on the forward) counts as 0.
+    """
+    device = slots[0].grad.device
+    numbers = [*_since_first([slot.ready_s for slot in slots]), *_since_first([slot.forward_s for slot in slots])]
+    agreed = torch.tensor([*numbers, bytes_per_s], dtype=torch.float64, device=device)
+    dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
+    *numbers, bytes_per_s = agreed.tolist()
+    return Timing(dict(zip(slots, numbers)), dict(zip(slots, numbers[len(slots) :])), bytes_per_s)
+
+
+def _since_first(moments_s: Sequence[float | None]) -> list[float]:
+    first_s = min((moment for moment in moments_s if moment is not None), default=0.0)
+    return [0.0 if moment is None else moment - first_s for moment in moments_s]
