@@ -124,6 +124,37 @@ LAYOUTS = {
         train__loss_scale={"initial": 1024.0},
     ),
     "zero1, interleave": tiny(1, 2, 2, tensor_parallel__tp_sync="interleave", data_parallel__mode="zero1"),
+    "fsdp, tp, clipped hard": tiny(1, 2, 2, data_parallel__mode="fsdp", train__clip_norm=0.01),
+    "fsdp, 3 ranks, uneven rows, accumulation": tiny(
+        1, 3, 1, data_parallel__mode="fsdp", train__global_batch=12, train__accumulation=2
+    ),
+    "fsdp, pp, bf16, accumulation": tiny(
+        2, 2, 1, data_parallel__mode="fsdp", train__precision="bf16", train__accumulation=2
+    ),
+    "fsdp, zero_bubble, bf16, accumulation": tiny(
+        2,
+        2,
+        1,
+        data_parallel__mode="fsdp",
+        pipeline_parallel__schedule="zero_bubble",
+        train__accumulation=2,
+        train__precision="bf16",
+    ),
+    "fsdp, tied, gpt2, 2 x 2 x 2": tiny(2, 2, 2, model__kind="gpt2", model__kv_heads=4, data_parallel__mode="fsdp"),
+    "fsdp, tied on one stage, checkpointing": tiny(
+        1, 4, 1, model__tied_embeddings=True, data_parallel__mode="fsdp", train__activation_checkpointing="full"
+    ),
+    "fsdp, tied, zbv, fp16": tiny(
+        2,
+        2,
+        1,
+        model__tied_embeddings=True,
+        pipeline_parallel__schedule="zbv",
+        data_parallel__mode="fsdp",
+        train__precision="fp16",
+        train__loss_scale={"initial": 1024.0},
+    ),
+    "fsdp, interleave": tiny(1, 2, 2, tensor_parallel__tp_sync="interleave", data_parallel__mode="fsdp"),
     "unclipped": tiny(1, 2, 1, train__clip_norm=None),
     "serial": tiny(1, 1, 2, tensor_parallel__method="serial"),
     "auto": tiny(1, 1, 2, tensor_parallel__method="auto"),

@@ -2,6 +2,7 @@
 
 from fusedcomm.parallel.data import GradientBuckets, main_grad_of
 from fusedcomm.parallel.disk import ActivationParking, DiskFolder, DiskTensors
+from fusedcomm.parallel.fully_sharded import FullySharded, fully_shard_stage
 from fusedcomm.parallel.optimizer import LossScale, Optimizer, StepResult, cosine_lr
 from fusedcomm.parallel.pipeline import BuildStage, Pipeline
 from fusedcomm.parallel.schedule import SCHEDULES, split_layers, stage_to_rank, stages_on_each_rank
@@ -14,6 +15,7 @@ __all__ = [
     "BuildStage",
     "DiskFolder",
     "DiskTensors",
+    "FullySharded",
     "GradientBuckets",
     "LossScale",
     "Optimizer",
@@ -22,6 +24,7 @@ __all__ = [
     "TiedWeights",
     "WgradQueue",
     "cosine_lr",
+    "fully_shard_stage",
     "main_grad_of",
     "split_layers",
     "stage_to_rank",

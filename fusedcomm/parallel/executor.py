@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,16 @@ from fusedcomm.parallel.table import Action, received_by
 from fusedcomm.parallel.wgrad import WgradQueue
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+class EndsStep(Protocol):
+    """Hears of each stage's last backward of a step."""
+
+    def before_last_backward(self, stage: int) -> None: ...
+
+    def after_last_backward(self, stage: int) -> None:
+        """All its gradients are in, those that were put off included."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,7 @@ class Pass:
         micro_batches: Sequence[MicroBatch],
         loss_fn: LossFunction,
         backward: bool,
+        ends_step: EndsStep | None = None,
     ) -> None:
         self._stages, self._queues, self._last = stages, queues, last
         self._courier, self._shapes, self._dtype = courier, shapes, dtype
@@ -78,16 +90,23 @@ class Pass:
         self._parking = parking
         # Still to come, from the next one on.
         self._backwards: deque[Action] = deque()
+        self._ends_step = ends_step
 
     def run(self, actions: Sequence[Action]) -> list[Tensor]:
         """What `loss_fn` returned for each micro-batch, without its graph; nothing on ranks without the last stage."""
         self._backwards.extend(action for action in actions if action.kind in ("B", "I"))
+        last_backward = {action.stage: action for action in self._backwards}
+        last_gradient = {action.stage: action for action in actions if action.kind in ("B", "W")}
         try:
             for action in actions:
                 if self._backwards and action == self._backwards[0]:
                     self._backwards.popleft()
                 self._read_ahead()
+                if self._ends_step is not None and last_backward.get(action.stage) == action:
+                    self._ends_step.before_last_backward(action.stage)
                 self._perform(action)
+                if self._ends_step is not None and last_gradient.get(action.stage) == action:
+                    self._ends_step.after_last_backward(action.stage)
             if self._courier is not None:
                 self._courier.finish()
         except BaseException:

@@ -72,7 +72,8 @@ class Optimizer:
     rank order, so that every rank clips by the same number, to the last bit.
 
     With `sharded` a data-parallel rank keeps the masters and moments of its own rows only (`share_of`), counts their
-    gradients, and steps them; `GradientBuckets(sharded=True)` brings them to the others.
+    gradients, and steps them; `GradientBuckets(sharded=True)` or `FullySharded` brings
+    them to the others.
 
     Non-finite gradients: with a `loss_scale` (fp16) all ranks skip the step and halve the scale; without, all
     raise FloatingPointError naming the step, ranks and parameters, before any weight has changed.

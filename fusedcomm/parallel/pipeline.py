@@ -13,7 +13,7 @@ from fusedcomm.comm.channel import channel_of
 from fusedcomm.ops.wgrad import DeferWgrad
 from fusedcomm.parallel.courier import Courier
 from fusedcomm.parallel.disk import ActivationParking
-from fusedcomm.parallel.executor import LossFunction, MicroBatch, Pass
+from fusedcomm.parallel.executor import EndsStep, LossFunction, MicroBatch, Pass
 from fusedcomm.parallel.schedule import SCHEDULES, split_layers, stage_to_rank, stages_on_each_rank
 from fusedcomm.parallel.table import Action, build_table, forward_only, simulate
 from fusedcomm.parallel.wgrad import WgradQueue, add_to_grad
@@ -115,6 +115,11 @@ class Pipeline:
     def holds_last_stage(self) -> bool:
         return self._last in self.stages
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are put off."""
+        return bool(self._queues)
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Of all stages on this rank, in the order of the layers, under the stages' own names."""
         for module in self.stages.values():
@@ -133,18 +138,20 @@ class Pipeline:
         loss_fn: LossFunction,
         sample_ids: Tensor | None = None,
         step: Tensor | None = None,
+        ends_step: EndsStep | None = None,
     ) -> Tensor:
         """Forward and backward of one batch; every rank of the group calls it with the whole batch.
 
         `loss_fn(output, labels)` of a micro-batch returns a scalar. `sample_ids` and `step`, one entry per
-        row, reach every stage's forward under these names. Returns the sum of the losses, 0 without the last
-        stage.
+        row, reach every stage's forward under these names. `ends_step`, given with the last batch of an optimizer step,
+        is told of each stage's last backward. Returns the sum of the losses, 0 without the last stage.
         """
         sizes = self._sizes({"inputs": inputs, "labels": labels, "sample_ids": sample_ids, "step": step})
         for module in self.stages.values():
             module.train()
         batch = _cut(sizes, inputs, labels, sample_ids, step)
-        losses = self._open_pass(sizes, batch, loss_fn, self._actions, backward=True).run(self._actions)
+        opened = self._open_pass(sizes, batch, loss_fn, self._actions, backward=True, ends_step=ends_step)
+        losses = opened.run(self._actions)
         if any(len(queue) for queue in self._queues.values()):
             raise RuntimeError("pipeline: the schedule ended with weight gradients still put off")
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
@@ -191,6 +198,7 @@ class Pipeline:
         actions: Sequence[Action],
         *,
         backward: bool,
+        ends_step: EndsStep | None = None,
     ) -> Pass:
         like = self._hidden_like
         shapes = [(*like.shape[: self._batch_dim], size, *like.shape[self._batch_dim + 1 :]) for size in sizes]
@@ -216,6 +224,7 @@ class Pipeline:
             micro_batches=batch,
             loss_fn=loss_fn,
             backward=backward,
+            ends_step=ends_step,
         )
 
     def _sizes(self, given: dict[str, Tensor | None]) -> list[int]:

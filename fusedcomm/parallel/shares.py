@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from fusedcomm.comm.collective import Pending
 from fusedcomm.comm.owners import Owners
@@ -16,7 +17,12 @@ from fusedcomm.parallel.buckets import Bucket, Slot
 
 
 def share_of(tensor: Tensor, rank: int, world: int) -> Tensor:
-    """The rows of `tensor` that belong to `rank`: a view; none where there are fewer rows than ranks."""
+    """The rows of `tensor` that belong to `rank`: a view; none where there are fewer rows than ranks.
+
+    Of a DTensor, as `fully_shard` makes them, what is here.
+    """
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
     sizes = chunk_sizes(tensor.shape[0], world)
     return tensor.narrow(0, sum(sizes[:rank]), sizes[rank])
 

@@ -82,13 +82,13 @@ class DataParallelConfig(_Section):
     """Copies of the model, each with its own samples; gradients are summed in buckets while backward runs.
 
     `mode: zero1` shares the optimizer's state and its work: each rank steps its own rows of each weight, which are
-    gathered during the next forward.
+    gathered during the next forward. `fsdp` shares weights and gradients too: layers are gathered where they are used.
     With `overlap: backward+forward` sums also arrive during the next step's forward, whose layers wait for their own.
     `compression`, and every `sync` but `every_step`, change what is learned: see docs/training.md.
     """
 
     size: Count = 1
-    mode: Literal["replicate", "zero1"] = "replicate"
+    mode: Literal["replicate", "zero1", "fsdp"] = "replicate"
     overlap: Literal["backward", "backward+forward"] = "backward"
     # null: as the measured rate and computing ask for.
     bucket_mb: Annotated[float, Field(gt=0)] | None = None

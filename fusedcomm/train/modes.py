@@ -51,10 +51,14 @@ def _shares(config: Config) -> bool:
     return _data(config).size > 1 and _data(config).mode != "replicate"
 
 
+def _fully_shards(config: Config) -> bool:
+    return _shares(config) and _data(config).mode == "fsdp"
+
+
 REFUSALS = (
     Refusal(
         f"{_DP}.mode",
-        "zero1",
+        "zero1 or fsdp",
         "overlap: backward+forward",
         "its weights arrive during the next forward, which sums must have come before",
         "use overlap: backward or mode: replicate",
@@ -62,7 +66,7 @@ REFUSALS = (
     ),
     Refusal(
         f"{_DP}.mode",
-        "zero1",
+        "zero1 or fsdp",
         "sync: delayed, local_sgd or diloco",
         "they need whole gradients, or weights and moments of their own, on every rank",
         "use sync: every_step or mode: replicate",
@@ -70,7 +74,7 @@ REFUSALS = (
     ),
     Refusal(
         f"{_DP}.mode",
-        "zero1",
+        "zero1 or fsdp",
         "any compression but none",
         "it makes up for what is lost in an all-reduce, and shares are reduce-scattered",
         "set compression: none and compression_in_node: none, or mode: replicate",
@@ -78,11 +82,27 @@ REFUSALS = (
     ),
     Refusal(
         f"{_DP}.mode",
-        "zero1",
+        "zero1 or fsdp",
         "algorithm: auto, tree or hierarchical",
         "they are ways to all-reduce, and summands go straight to the owner of their share",
         "set algorithm: ring or mode: replicate",
         lambda config: _shares(config) and _data(config).algorithm != "ring",
+    ),
+    Refusal(
+        f"{_DP}.mode",
+        "fsdp",
+        "bucket_mb or window_mb",
+        "its buckets are the layers, each of which is gathered and summed as a whole",
+        "set both to null, or use mode: zero1",
+        lambda config: _fully_shards(config) and (_data(config).bucket_mb, _data(config).window_mb) != (None, None),
+    ),
+    Refusal(
+        f"{_DP}.mode",
+        "fsdp",
+        "train.offload.activations: disk",
+        "what forward saves refers to gathered weights, which would be written as well",
+        "set train.offload.activations: none or mode: zero1",
+        lambda config: _fully_shards(config) and config.train.offload.activations == "disk",
     ),
     Refusal(
         f"{_DP}.sync",

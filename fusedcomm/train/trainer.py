@@ -26,6 +26,7 @@ from fusedcomm.parallel import (
     ActivationParking,
     DiskFolder,
     DiskTensors,
+    FullySharded,
     GradientBuckets,
     LossScale,
     Optimizer,
@@ -33,6 +34,7 @@ from fusedcomm.parallel import (
     StepResult,
     TiedWeights,
     cosine_lr,
+    fully_shard_stage,
     tied_group,
 )
 from fusedcomm.parallel.replicas import Delayed, Outer, Replicas
@@ -93,16 +95,17 @@ class Trainer:
         self._tied = self._tie()
         # What sums gradients, or what weights have moved by; None where nothing is summed.
         self.sums: Sums | None = None
-        self.buckets = GradientBuckets(
-            self.params.items(),
-            dp_group=mesh.dp_group if parallel.data_parallel.sync == "every_step" else None,
-            tp_group=mesh.tp_group,
-            bucket_mb=parallel.data_parallel.bucket_mb,
-            window_mb=parallel.data_parallel.window_mb,
-            layers=self._layers_that_wait(),
-            collective=self._open_sums,
-            sharded=self.shards_optimizer,
-        )
+        self.buckets: GradientBuckets | FullySharded
+        if self.shards_weights:
+            self.buckets = FullySharded(
+                self.pipeline.stages,
+                dp_group=mesh.dp_group,
+                tp_group=mesh.tp_group,
+                keep_gathered=mesh.pp > 1,
+                split_backward=self.pipeline.splits_backward,
+            )
+        else:
+            self.buckets = self._make_buckets()
         self.pipeline.accumulate_into(self.buckets.accumulate)
         self.optimizer = Optimizer(
             self.params.items(),
@@ -122,7 +125,7 @@ class Trainer:
         self.delayed: Delayed | None = None
         if mesh.dp > 1 and parallel.data_parallel.sync == "delayed":
             group = bulk_group(mesh.dp_group, mesh.device)
-            self.delayed = Delayed(self.buckets.flat, self._open_sums(group, self.buckets.layout))
+            self.delayed = Delayed(self._whole.flat, self._open_sums(group, self._whole.layout))
         self._has_gradients = True
 
     @property
@@ -133,7 +136,18 @@ class Trainer:
     @property
     def shards_optimizer(self) -> bool:
         """Whether each data-parallel rank has the summed gradients, masters and moments of its own rows only."""
-        return self.config.parallel_config.data_parallel.mode == "zero1" and self.mesh.dp > 1
+        return self.config.parallel_config.data_parallel.mode != "replicate" and self.mesh.dp > 1
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether it has the weights, as fp32 masters, of its own rows only; they are gathered where they are used."""
+        return self.config.parallel_config.data_parallel.mode == "fsdp" and self.mesh.dp > 1
+
+    @property
+    def _whole(self) -> GradientBuckets:
+        """The gradients of whole parameters, for what goes with them alone."""
+        assert isinstance(self.buckets, GradientBuckets), "modes.py refuses the rest"
+        return self.buckets
 
     @property
     def _trains_apart(self) -> bool:
@@ -149,7 +163,7 @@ class Trainer:
         """Forward and backward of `batches`, one after the other; the global batch's mean loss, on every rank.
 
         Afterwards every parameter's `main_grad` is the gradient of that loss (times the fp16 loss scale), with
-        `mode: zero1` that of the rows that this rank steps. With
+        `mode: zero1` and `fsdp` that of the rows that this rank steps. With
         `overlap: backward+forward` it is so after `update` and `settle`; with `sync: delayed` it is that of the step
         before, and with `local_sgd` and `diloco` that of this replica's own samples.
         """
@@ -165,13 +179,15 @@ class Trainer:
         self.buckets.zero()
         start_s = time.perf_counter()
         with recording() as record:
-            for batch in (batch.to(self.mesh.device) for batch in batches):
+            for index, batch in enumerate(batch.to(self.mesh.device) for batch in batches):
+                is_last = index == len(batches) - 1
                 loss = self.pipeline.train_step(
                     batch.tokens,
                     batch.labels,
                     loss_fn=lambda logits, labels: self._token_losses(logits, labels).sum() * (scale / divisor()),
                     sample_ids=batch.sample_ids,
                     step=torch.full_like(batch.sample_ids, step),
+                    ends_step=self.buckets if is_last and isinstance(self.buckets, FullySharded) else None,
                 )
                 total += loss.item() / scale
         times = self._pipeline_times(record, time.perf_counter() - start_s)
@@ -206,7 +222,7 @@ class Trainer:
             if self.replicas is not None:
                 self.replicas.after_step(step + 1, is_last=step + 1 == self.config.train.steps)
             return result
-        self.buckets.finish_later(lambda names: self.optimizer.update(names, step, lr=lr))
+        self._whole.finish_later(lambda names: self.optimizer.update(names, step, lr=lr))
         return StepResult(self._last_norm, skipped=False)
 
     def settle(self) -> None:
@@ -244,7 +260,7 @@ class Trainer:
         Waits for what is under way.
         """
         if self.delayed is not None:
-            views = self.buckets.layout.views(self.delayed.land())
+            views = self._whole.layout.views(self.delayed.land())
             return {f"{name}.late_sum": view for name, view in views.items()}
         return {} if self.replicas is None else self.replicas.shared_state()
 
@@ -260,6 +276,19 @@ class Trainer:
         )
         self.sums = Sums(spec, group, layout, timeout_s=self.config.train.timeout_s)
         return self.sums
+
+    def _make_buckets(self) -> GradientBuckets:
+        data = self.config.parallel_config.data_parallel
+        return GradientBuckets(
+            self.params.items(),
+            dp_group=self.mesh.dp_group if data.sync == "every_step" else None,
+            tp_group=self.mesh.tp_group,
+            bucket_mb=data.bucket_mb,
+            window_mb=data.window_mb,
+            layers=self._layers_that_wait(),
+            collective=self._open_sums,
+            sharded=self.shards_optimizer,
+        )
 
     def _make_replicas(self) -> Replicas:
         data = self.config.parallel_config.data_parallel
@@ -277,7 +306,7 @@ class Trainer:
 
     def _build_stage(self, layers: range, *, first: bool, last: bool, defer_wgrad: DeferWgrad | None) -> nn.Module:
         tensor_parallel = self.config.parallel_config.tensor_parallel
-        return Transformer(
+        stage = Transformer(
             self.shape,
             tp=TensorParallel(
                 self.mesh.tp_group,
@@ -290,8 +319,20 @@ class Trainer:
             last=last,
             seed=self.config.seed,
             device=self.mesh.device,
-            dtype=self.dtype,
+            dtype=torch.float32 if self.shards_weights else self.dtype,
         )
+        if self.shards_weights:
+            # Blocks that run in turns do so past the forwards of layers, which would gather their weights.
+            as_a_whole = defer_wgrad is not None or self.shape.tp_sync != "every_layer"
+            fully_shard_stage(
+                stage,
+                () if as_a_whole else stage.layers.values(),
+                dp_mesh=self.mesh.device_mesh["dp"],
+                tp_group=self.mesh.tp_group,
+                dtype=self.dtype,
+                keep_gathered=self.mesh.pp > 1,
+            )
+        return stage
 
     def _disk_folder(self) -> DiskFolder | None:
         offload = self.config.train.offload

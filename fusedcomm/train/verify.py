@@ -178,7 +178,7 @@ def verify(config: Config, *, steps: int, json_path: Path | None, device: torch.
             return data.train.batch(position, dp_rank).pieces(config.train.accumulation)
 
         trainer.settle()
-        weights = _gather_whole(trainer, {name: param.detach() for name, param in trainer.params.items()})
+        weights = _weights(trainer)
         scale = 1.0 if trainer.optimizer.loss_scale is None else trainer.optimizer.loss_scale.value
         mesh_loss = trainer.gradients(step, pieces_of(mesh.dp_rank))
         if trainer.overlaps_forward:
@@ -216,6 +216,15 @@ def _row(step: int, name: str, mesh: Tensor, single: Tensor, exact: Tensor, ulp:
     mesh_error = (mesh.double() - exact.double()).norm().item() / norm
     single_error = (single.double() - exact.double()).norm().item() / norm
     return Row(step, name, mesh_error, single_error, _TIMES * single_error + ulp)
+
+
+def _weights(trainer: Trainer) -> dict[str, Tensor]:
+    """What the mesh computes with."""
+    if not trainer.shards_weights:
+        return _gather_whole(trainer, {name: param.detach() for name, param in trainer.params.items()})
+    masters = {name: state["master"] for name, state in trainer.optimizer.state_dict().items()}
+    whole = _gather_whole(trainer, masters, of_shares=True)
+    return {name: master.to(trainer.dtype) for name, master in whole.items()}
 
 
 def _main_grads(trainer: Trainer) -> dict[str, Tensor]:
