@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import run_ranks
 from test_overlap_forward import TINY, assert_same_trajectory, changed
 from test_train import config, losses, records, run
@@ -161,6 +162,29 @@ def test_a_weight_that_nothing_waited_for_and_an_optimizer_that_needs_whole_grad
     for refused, stale in run_ranks(2, _stale):
         assert "gradients of its own rows only" in refused
         assert "was used before its update" in stale
+
+
+def _saved_by_one(rank: int, world: int) -> bool:
+    mesh = build_mesh(pp=1, dp=world, tp=1, timeout_s=10)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    buckets = GradientBuckets(model.named_parameters(), dp_group=mesh.dp_group, layers=model, sharded=True)
+    optimizer = Optimizer(model.named_parameters(), mesh=mesh, sharded=True)
+    for step in range(3):
+        model(torch.ones(1, 4)).sum().backward()
+        buckets.finish(set_grad=False)
+        optimizer.step(step, lr=0.1)
+        buckets.gather_later()
+        buckets.zero()
+        saved = {name: weight.clone() for name, weight in model.state_dict().items()} if rank == 0 else None
+        dist.barrier()
+        buckets.settle()
+        if saved is not None:
+            assert all(torch.equal(saved[name], param) for name, param in model.named_parameters())
+    return True
+
+
+def test_one_rank_alone_may_take_a_state_dict():
+    assert all(run_ranks(2, _saved_by_one))
 
 
 def mode_of(folder: Path, dp: int, tp: int, mode: str, **overrides) -> dict:

@@ -145,6 +145,8 @@ class GradientBuckets:
             )
         if self._num_pending:
             self._check_settled(slot)
+        if not self._begun:
+            self._begin()
         bucket = slot.bucket
         if bucket.launched:
             raise RuntimeError(
@@ -217,9 +219,9 @@ class GradientBuckets:
         for bucket in self._buckets:
             if bucket.pending is None:
                 self._open(bucket)
-        self._finished = False
-        if self._num_pending == 0:
-            self._begin()
+        for slot in self._slots.values():
+            slot.forward_s = None
+        self._begun = self._finished = False
 
     def count_again(self) -> None:
         """Let the next step count contributions anew: like the first, it sends nothing before `finish()`."""
@@ -290,6 +292,8 @@ class GradientBuckets:
         if self._finished:
             raise RuntimeError("GradientBuckets: finish() was called twice; call zero() after each optimizer step")
         self.settle()
+        if not self._begun:
+            self._begin()
         self._check_no_stray_gradient()
         for bucket in self._buckets:
             if not bucket.launched:
@@ -303,11 +307,9 @@ class GradientBuckets:
         self._num_pending = len(buckets)
 
     def _before_forward(self, slots: list[Slot], *_: object) -> None:
-        now_s = time.perf_counter()
         for slot in slots:
-            slot.forward_s = slot.forward_s or now_s
-        # The last one of all begins the next step, for which the moments above are known by then.
-        for slot in slots:
+            if slot.forward_s is None:
+                slot.forward_s = time.perf_counter()
             self._settle(slot.bucket)
 
     def _settle(self, bucket: Bucket) -> None:
@@ -319,8 +321,6 @@ class GradientBuckets:
         bucket.pending = None
         self._num_pending -= 1
         self._open(bucket)
-        if self._num_pending == 0:
-            self._begin()
 
     def _check_settled(self, slot: Slot) -> None:
         """The first gradient of a step: what is pending must belong to parameters that it did not use."""
@@ -339,13 +339,16 @@ class GradientBuckets:
         bucket.num_waiting = sum(slot.num_expected > 0 for slot in bucket.slots)
 
     def _begin(self) -> None:
-        """A new step's transfers, all those of the one before being over."""
+        """The step's transfers, from its first gradient on, when all those before are over.
+
+        Not earlier: it may be time to agree on a plan, and what comes before (a forward, a state_dict) need not happen
+        on all ranks.
+        """
+        self._begun = True
         if self._dp_group is None or not self._buckets:
             return
         if self._planner.is_due(self._num_steps):
             self._plan_anew(self._dp_group)
-        for slot in self._slots.values():
-            slot.forward_s = None
         in_forward = self._in_forward and self._shares is None
         order = self._planner.sums(self._buckets, counted=self._counted, in_forward=in_forward)
         self._queue.begin(order, self._planner.pace().window_bytes)
