@@ -25,7 +25,7 @@ from fusedcomm.bench.case import complaints, normal, world_group
 from fusedcomm.bench.gpu_shapes import Shape, shapes
 from fusedcomm.ops import all_gather_matmul, matmul_reduce_scatter
 
-METHODS = ("torch", "async-tp", "serial", "chunked", "fused")
+METHODS = ("torch", "async-tp", "serial", "chunked", "fused", "fused:c10d")
 BUDGET_S = 120.0
 # Those that tell most; more is timed on one GPU.
 _ROWS = (4096, 8192)

@@ -150,10 +150,10 @@ class Channel:
     def check_same(self, op: str, signature: str, device: torch.device) -> None:
         """PeerError unless every rank is at this very point; a call of its own, without payload."""
         call = self.next_call()
-        if device.type == "cuda":
-            self.agree_on_device(op, call, signature, device)
-        else:
+        if self._has_gloo:
             self.announce(op, call, signature).check()
+        else:
+            self.agree_on_device(op, call, signature, device)
 
     def share(self, op: str, text: str) -> dict[int, str]:
         """Every peer's `text`, of less than `HEADER_BYTES`, over gloo; a call of its own, which all ranks make."""

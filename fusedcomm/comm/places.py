@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol, TypeVar
@@ -44,19 +44,27 @@ class Place(Protocol):
         ...
 
     def wait(self, mark: Mark) -> None:
-        """Lets the current stream wait for the mark."""
+        """Lets the current stream, or the caller, wait for the mark. May raise what the push did that it marks."""
         ...
 
-    def sending(self, rank: int, after: Mark) -> AbstractContextManager[None]:
-        """A block on that rank's stream for copies, after the mark."""
+    def send(self, rank: int, after: Mark, push: Callable[[], None]) -> Mark:
+        """Run `push` where that rank's copies run, after the mark; marks the end of it. May raise what `push` does."""
         ...
 
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """On the current stream, over the link."""
+    def beside(self, launch: Callable[[], object], send: Callable[[], None]) -> None:
+        """Call both, which start a kernel and the copies of what it makes: in the order in which they can overlap."""
         ...
 
-    def await_chunk(self, chunks: Chunks, chunk: int, status: Tensor) -> None:
-        """Lets the current stream wait for one of the chunks, whether it has rows or not."""
+    def copy(self, what: str, source: Tensor, target: Tensor) -> None:
+        """In a push: over the link. `what` it is goes into the record."""
+        ...
+
+    def raise_flag(self, flags: Tensor, index: int, epoch: Tensor) -> None:
+        """Let `flags[index]` be the epoch, after all that was done before (on the current stream)."""
+        ...
+
+    def await_chunk(self, op: str, chunks: Chunks, chunk: int, status: Tensor) -> None:
+        """In a push: go on when one of the chunks is there, whether it has rows or not. May raise a PeerError."""
         ...
 
     def await_arrivals(self, chunks: Chunks) -> None:
@@ -79,7 +87,7 @@ class SimulatedPlace(Place, Protocol):
         ...
 
 
-class _Streams:
+class _Streams(ABC):
     """What streams of any GPU have in common."""
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
@@ -95,7 +103,25 @@ class _Streams:
     def wait(self, mark: torch.cuda.Event) -> None:
         torch.cuda.current_stream().wait_event(mark)
 
-    def await_chunk(self, chunks: Chunks, chunk: int, status: Tensor) -> None:
+    def send(self, rank: int, after: torch.cuda.Event, push: Callable[[], None]) -> torch.cuda.Event:
+        with torch.cuda.stream(self._copies_of(rank)):
+            self.wait(after)
+            push()
+            return self.mark()
+
+    @abstractmethod
+    def _copies_of(self, rank: int) -> torch.cuda.Stream:
+        """That rank's stream for copies."""
+
+    def beside(self, launch: Callable[[], object], send: Callable[[], None]) -> None:
+        launch()
+        send()
+
+    def raise_flag(self, flags: Tensor, index: int, epoch: Tensor) -> None:
+        # Four bytes, by whatever engine copied the rows before.
+        flags[index : index + 1].copy_(epoch)
+
+    def await_chunk(self, op: str, chunks: Chunks, chunk: int, status: Tensor) -> None:
         key = (chunks.num_chunks, chunk)
         if key not in self._only:
             # As if there were one row, of that chunk.
@@ -116,13 +142,10 @@ class RankStreams(_Streams):
         # High priority: the one program of a wait must not queue behind the GEMM whose rows it lets go.
         self._copies = torch.cuda.Stream(device, priority=-1)
 
-    @contextmanager
-    def sending(self, rank: int, after: torch.cuda.Event) -> Iterator[None]:
-        with torch.cuda.stream(self._copies):
-            self.wait(after)
-            yield
+    def _copies_of(self, rank: int) -> torch.cuda.Stream:
+        return self._copies
 
-    def copy(self, source: Tensor, target: Tensor) -> None:
+    def copy(self, what: str, source: Tensor, target: Tensor) -> None:
         # Of contiguous memory: a copy engine's work.
         target.copy_(source)
 
@@ -165,13 +188,10 @@ class VirtualStreams(_Streams):
             torch.cuda.current_stream().wait_stream(stream)
         return results
 
-    @contextmanager
-    def sending(self, rank: int, after: torch.cuda.Event) -> Iterator[None]:
-        with torch.cuda.stream(self._copy[rank]):
-            self.wait(after)
-            yield
+    def _copies_of(self, rank: int) -> torch.cuda.Stream:
+        return self._copy[rank]
 
-    def copy(self, source: Tensor, target: Tensor) -> None:
+    def copy(self, what: str, source: Tensor, target: Tensor) -> None:
         paced_copy(source, target, gbyte_per_s=self._gbyte_per_s, num_programs=self._num_copy_programs)
 
     def check(self, statuses: Sequence[Tensor]) -> None:
@@ -216,14 +236,20 @@ class InTurns:
     def wait(self, mark: None) -> None:
         return None
 
-    @contextmanager
-    def sending(self, rank: int, after: None) -> Iterator[None]:
-        yield
+    def send(self, rank: int, after: None, push: Callable[[], None]) -> None:
+        push()
 
-    def copy(self, source: Tensor, target: Tensor) -> None:
+    def beside(self, launch: Callable[[], object], send: Callable[[], None]) -> None:
+        launch()
+        send()
+
+    def copy(self, what: str, source: Tensor, target: Tensor) -> None:
         target.copy_(source)
 
-    def await_chunk(self, chunks: Chunks, chunk: int, status: Tensor) -> None:
+    def raise_flag(self, flags: Tensor, index: int, epoch: Tensor) -> None:
+        flags[index : index + 1] = epoch
+
+    def await_chunk(self, op: str, chunks: Chunks, chunk: int, status: Tensor) -> None:
         self._wait_until_up(chunks, chunk)
 
     def _wait_until_up(self, chunks: Chunks, chunk: int) -> None:

@@ -70,6 +70,8 @@ class Path:
     reason: str
     # "gloo", "nccl", "shared", ...; "none" in a group of one.
     transport: str = "none"
+    # Of a fused call: why by this transport.
+    transport_reason: str = ""
 
 
 _open: list[Recording] = []

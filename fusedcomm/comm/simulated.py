@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from fusedcomm.comm.buffers import MAX_CHUNKS, NUM_BUFFERS, Buffer
-from fusedcomm.comm.flights import StreamLane, StreamTransport, Turn
+from fusedcomm.comm.flights import CountedLane, FlightTransport, Turn
 from fusedcomm.comm.places import InTurns, SimulatedPlace, VirtualStreams
 from fusedcomm.errors import PeerError
 
@@ -57,7 +57,7 @@ class Simulation:
         buffers = {kind: [[make_buffer() for _ in range(NUM_BUFFERS)] for _ in range(world)] for kind in _KINDS}
         self.transports = []
         for rank in range(world):
-            lanes = {kind: StreamLane(buffer_bytes, buffers[kind], first_epoch, device) for kind in _KINDS}
+            lanes = {kind: CountedLane(buffer_bytes, buffers[kind], rank, first_epoch, device) for kind in _KINDS}
             self.transports.append(SimulatedTransport(self, rank, world, device, lanes))
 
     def run(self, function: Callable[[SimulatedTransport], Result]) -> list[Result]:
@@ -89,13 +89,13 @@ class Simulation:
             transport.dry = False
 
 
-class SimulatedTransport(StreamTransport):
+class SimulatedTransport(FlightTransport):
     """`FlagTransport` of one virtual rank."""
 
     name = "simulated"
 
     def __init__(
-        self, simulation: Simulation, rank: int, world: int, device: torch.device, lanes: dict[str, StreamLane]
+        self, simulation: Simulation, rank: int, world: int, device: torch.device, lanes: dict[str, CountedLane]
     ) -> None:
         super().__init__(rank, world, device, simulation.place)
         self.communication_sms = simulation.place.communication_sms
@@ -106,7 +106,7 @@ class SimulatedTransport(StreamTransport):
         self._num_calls: dict[str, int] = dict.fromkeys(_KINDS, 0)
 
     def take_turn(self, op: str, kind: str, signature: str, num_bytes: int) -> Turn:
-        """As `StreamTransport.take_turn`.
+        """As `FlightTransport.take_turn`.
 
         Raises:
             PeerError: another rank calls something else.
@@ -124,6 +124,6 @@ class SimulatedTransport(StreamTransport):
                 raise PeerError(op, -1, -1, f"rank {self.rank} calls {signature!r}, an earlier rank {first!r}")
         return lane.next_turn(stay=self.dry)
 
-    def note_finish(self) -> None:
+    def examine(self) -> None:
         # `Simulation.run` looks when all ranks are through.
         return None

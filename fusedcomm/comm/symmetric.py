@@ -13,9 +13,10 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 from fusedcomm.comm.buffers import NUM_BUFFERS, Buffer, part_bytes, rounded_up, split_buffer
 from fusedcomm.comm.channel import Channel
-from fusedcomm.comm.flights import StreamLane, StreamTransport, Turn
+from fusedcomm.comm.flights import CountedLane, FlightTransport, Turn
 from fusedcomm.comm.hierarchical import node_of_each_rank
 from fusedcomm.comm.places import RankStreams
+from fusedcomm.comm.transport import refuse_in_capture
 from fusedcomm.errors import PeerError
 from fusedcomm.kernels.await_rows import await_rows
 from fusedcomm.kernels.flags import Chunks, read_status
@@ -23,10 +24,9 @@ from fusedcomm.kernels.flags import Chunks, read_status
 # For any dtype, and for TMA.
 _ALIGNMENT = 256
 _PROBE_BYTES = 4096
-_NOT_PREPARED = "this call has not run before, which makes its buffers and loads its kernels: run it once before"
 
 
-class SymmetricTransport(StreamTransport):
+class SymmetricTransport(FlightTransport):
     """`FlagTransport` of one group over symmetric memory; every rank makes it at the same time.
 
     The first call of a signature is agreed upon by all ranks, for which hosts wait for each other; later ones are
@@ -42,65 +42,41 @@ class SymmetricTransport(StreamTransport):
     communication_sms = 1
 
     def __init__(self, channel: Channel, op: str, device: torch.device, first_epoch: int = 0) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise ValueError(f"{op}: a CUDA graph is captured, but {_NOT_PREPARED}")
         super().__init__(channel.rank, channel.world, device, RankStreams(device, channel.timeout_s))
         self._channel = channel
         self._first_epoch = first_epoch
-        self._lanes: dict[str, StreamLane] = {}
+        self._lanes: dict[str, CountedLane] = {}
         # Kept to the end: a captured graph replays its calls in the buffers that it was captured with.
         self._memory: list[object] = []
-        # The device's status, as it was when the latest flight whose kernels have all run was finished.
-        self._known_status = torch.zeros(4, dtype=torch.int32, pin_memory=True)
-        self._error: PeerError | None = None
         if len(set(node_of_each_rank(channel.group))) > 1:
             raise ValueError(f"{op}: transport 'symmetric' needs all ranks on one machine")
         buffers = [turn for (turn, *_) in self._map_everywhere(op, _PROBE_BYTES)]
         _check_all(channel, op, _attempt(lambda: self._probe(op, buffers)))
 
     def take_turn(self, op: str, kind: str, signature: str, num_bytes: int) -> Turn:
-        """As `StreamTransport.take_turn`.
+        """As `FlightTransport.take_turn`.
 
         Raises:
             PeerError: a peer calls something else, is gone or late; or an earlier call has waited in vain.
             ValueError: the call is captured but has not run before; or there is no memory for its buffers.
         """
-        if self._known_status[0]:
-            self.check()
-        if self._error is not None:
-            rank, chunk = self._error.rank, self._error.chunk
-            raise PeerError(op, rank, chunk, f"an earlier call of this group failed ({self._error}); make a new group")
+        self.refuse_if_failed(op)
         lane = self._lanes.get(kind)
         fits = lane is not None and num_bytes <= lane.num_bytes
-        if torch.cuda.is_current_stream_capturing() and not (fits and self._channel.has_agreed(signature)):
-            raise ValueError(f"{op}: a CUDA graph is captured, but {_NOT_PREPARED} ({signature})")
+        if not (fits and self._channel.has_agreed(signature)):
+            refuse_in_capture(op, self._device, signature)
         try:
             self._channel.agree(op, signature, self._device)
         except PeerError as error:
-            self._error = error
+            self.fail(error)
             raise
         if lane is None or not fits:
             # All ranks come to this together: a call's shapes are the same on all of them.
             num_bytes = rounded_up(num_bytes)
-            lane = StreamLane(num_bytes, self._map_everywhere(op, num_bytes), self._first_epoch, self._device)
+            by_rank = self._map_everywhere(op, num_bytes)
+            lane = CountedLane(num_bytes, by_rank, self.rank, self._first_epoch, self._device)
             self._lanes[kind] = lane
         return lane.next_turn()
-
-    def note_finish(self) -> None:
-        self._known_status.copy_(self.status, non_blocking=True)
-
-    def check(self) -> None:
-        """PeerError if a call so far has waited in vain; waits for the device."""
-        torch.cuda.synchronize(self._device)
-        timeout = read_status(self.status)
-        if self._error is None and timeout is not None:
-            what = (
-                f"rank {timeout.rank} of the group did not deliver chunk {timeout.chunk} of epoch {timeout.epoch}, or"
-            )
-            limit = f"did not read the one before, in {self.place.timeout_us / 1e6:g} s ({timeout.op} kernel)"
-            self._error = PeerError(timeout.op, timeout.rank, timeout.chunk, f"{what} {limit}")
-        if self._error is not None:
-            raise self._error
 
     def _map_everywhere(self, op: str, num_bytes: int) -> list[list[Buffer]]:
         """Buffers of `num_bytes` on every rank, by rank, as this one maps them."""
@@ -137,14 +113,16 @@ class SymmetricTransport(StreamTransport):
         """RuntimeError unless the rows and flags that each rank copies to all others arrive, in that order."""
         stripe = _PROBE_BYTES // self.world
         epoch = torch.tensor([self._first_epoch + 1], dtype=torch.int32, device=self._device)
-        status, begin = torch.zeros_like(self.status), self.place.mark()
+        status = torch.zeros_like(self.status)
         pattern = torch.full((stripe,), self.rank + 1, dtype=torch.uint8, device=self._device)
-        with self.place.sending(self.rank, begin):
-            for buffer in buffers:
-                self.place.copy(pattern, buffer.data[self.rank * stripe : (self.rank + 1) * stripe])
-                buffer.flags[self.rank : self.rank + 1].copy_(epoch)
-            sent = self.place.mark()
-        self.place.wait(sent)
+
+        def push() -> None:
+            for peer, buffer in enumerate(buffers):
+                into = buffer.data[self.rank * stripe : (self.rank + 1) * stripe]
+                self.place.copy(f"{op} probe to {peer}", pattern, into)
+                self.place.raise_flag(buffer.flags, self.rank, epoch)
+
+        self.place.wait(self.place.send(self.rank, self.place.mark(), push))
         flags = buffers[self.rank].flags[: self.world]
         chunks = Chunks(self.rank, self.world, self.starts(range(self.world + 1)), flags, epoch)
         await_rows(chunks, self.world, status=status, timeout_us=self.place.timeout_us)

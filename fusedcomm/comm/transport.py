@@ -12,10 +12,15 @@ from torch.distributed import ProcessGroup
 
 from fusedcomm.comm.c10d import GlooExchange, NcclExchange
 from fusedcomm.comm.channel import Channel, channel_of
+from fusedcomm.comm.hierarchical import node_of_each_rank
 from fusedcomm.comm.ring import Step
 
 if TYPE_CHECKING:
     from fusedcomm.kernels.flags import Chunks
+
+
+# Those that `method="fused:NAME"` asks for.
+TRANSPORTS = ("symmetric", "shared", "c10d")
 
 
 class Exchange(Protocol):
@@ -142,11 +147,13 @@ class FlagTransport(Protocol):
 
     Attributes:
         name: `shared`, `simulated`, ...
+        reason: why it is this one, in words.
         rank, world: who we are, and how many ranks there are.
         communication_sms: how many SMs a persistent kernel must leave to the transport.
     """
 
     name: str
+    reason: str
     rank: int
     world: int
     communication_sms: int
@@ -166,43 +173,115 @@ class FlagTransport(Protocol):
         ...
 
 
-_flag_transports: weakref.WeakKeyDictionary[ProcessGroup, FlagTransport] = weakref.WeakKeyDictionary()
+class _Carriers:
+    """The flag transports of one group: those that were asked for, and the one of `method="fused"` by itself."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._by_name: dict[tuple[str, str], FlagTransport] = {}
+        self._automatic: dict[str, FlagTransport] = {}
+
+    def get(self, op: str, device: torch.device, name: str) -> FlagTransport:
+        """The one of that name, or with an empty name the one that suits the device."""
+        known = self._by_name.get((device.type, name)) if name else self._automatic.get(device.type)
+        if known is not None:
+            return known
+        _check_kernels(op, device)
+        refuse_in_capture(op, device, "the group's first")
+        # What follows are collectives: a peer that calls something else must be found before.
+        self._channel.check_same(op, f"{op}: method='fused', transport {name or 'automatic'}", device)
+        if name:
+            return self._open(op, device, name, "asked for")
+        self._automatic[device.type] = transport = self._choose(op, device)
+        return transport
+
+    def _choose(self, op: str, device: torch.device) -> FlagTransport:
+        """Ranks agree, since each of them sees every rank's machine, and learns of every rank's failure."""
+        if device.type == "cpu":
+            if len(set(node_of_each_rank(self._channel.group))) == 1:
+                return self._open(op, device, "shared", "all ranks are on one machine")
+            return self._open(op, device, "c10d", "the ranks are on several machines")
+        try:
+            return self._open(op, device, "symmetric", "every GPU reaches the memory of every other one")
+        except ValueError as error:
+            reason = str(error).removeprefix(f"{op}: ")
+        try:
+            return self._open(op, device, "c10d", reason)
+        except ValueError as error:
+            raise ValueError(f"{error}; nor can another transport: {reason}") from error
+
+    def _open(self, op: str, device: torch.device, name: str, reason: str) -> FlagTransport:
+        needed = {"shared": "cpu", "symmetric": "cuda"}.get(name, device.type)
+        if device.type != needed:
+            raise ValueError(
+                f"{op}: transport '{name}' carries {needed} tensors, but these are on {device.type}; use 'fused:c10d', "
+                "or 'fused', which chooses itself"
+            )
+        key = (device.type, name)
+        if key not in self._by_name:
+            transport = self._by_name[key] = _made(self._channel, op, device, name)
+            transport.reason = reason
+        return self._by_name[key]
 
 
-def flag_transport_of(group: ProcessGroup, op: str, device: torch.device) -> FlagTransport:
-    """The group's one transport for fused ops on tensors on `device`.
+def _made(channel: Channel, op: str, device: torch.device, name: str) -> FlagTransport:
+    # These import Triton, which the other methods do without.
+    if name == "symmetric":
+        from fusedcomm.comm.symmetric import SymmetricTransport
 
-    Raises:
-        ValueError: there is none, and why.
-    """
-    transport = _flag_transports.get(group)
-    if transport is None:
-        transport = _flag_transports[group] = _open_flag_transport(channel_of(group), op, device)
-    return transport
+        return SymmetricTransport(channel, op, device)
+    if name == "shared":
+        from fusedcomm.comm.shared import SharedTransport
+
+        channel.backend_of(op, device)
+        return SharedTransport(channel)
+    from fusedcomm.comm.exchanged import ExchangedTransport
+
+    return ExchangedTransport(channel, op, device)
 
 
-def _open_flag_transport(channel: Channel, op: str, device: torch.device) -> FlagTransport:
+def refuse_in_capture(op: str, device: torch.device, call: str) -> None:
+    """ValueError if a CUDA graph is captured now: `call` has not run before."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            f"{op}: a CUDA graph is captured, but this call has not run before, which makes its buffers and loads its "
+            f"kernels: run it once before ({call})"
+        )
+
+
+def _check_kernels(op: str, device: torch.device) -> None:
+    """ValueError unless this process's Triton runs kernels on the device."""
     remedy = "use method='chunked'"
     try:
         from fusedcomm.kernels._triton import INTERPRETED
     except ModuleNotFoundError as error:
         raise ValueError(f"{op}: method='fused' cannot run: {error}; {remedy}") from error
-    if device.type == "cuda":
-        if INTERPRETED:
-            raise ValueError(
-                f"{op}: method='fused' on CUDA tensors needs compiled kernels, but this process interprets them; "
-                f"unset TRITON_INTERPRET, or {remedy}"
-            )
-        # Imports Triton, which the other methods do without.
-        from fusedcomm.comm.symmetric import SymmetricTransport
-
-        return SymmetricTransport(channel, op, device)
-    channel.backend_of(op, device)
-    if not INTERPRETED:
+    if device.type == "cuda" and INTERPRETED:
+        raise ValueError(
+            f"{op}: method='fused' on CUDA tensors needs compiled kernels, but this process interprets them; "
+            f"unset TRITON_INTERPRET, or {remedy}"
+        )
+    if device.type == "cpu" and not INTERPRETED:
         raise ValueError(
             f"{op}: method='fused' on CPU tensors needs Triton's interpreter, but this process's compiles for a "
             f"GPU; set TRITON_INTERPRET=1 before Triton is first imported, or {remedy}"
         )
-    from fusedcomm.comm.shared import SharedTransport
 
-    return SharedTransport(channel)
+
+_carriers: weakref.WeakKeyDictionary[ProcessGroup, _Carriers] = weakref.WeakKeyDictionary()
+
+
+def flag_transport_of(group: ProcessGroup, op: str, device: torch.device, name: str = "") -> FlagTransport:
+    """The group's transport of that name for fused ops on tensors on `device`; every rank asks for the same.
+
+    Without a name: for CUDA tensors `symmetric` where every rank can reach every other's memory, which is tried, else
+    `c10d` over NCCL; for CPU tensors `shared` where all ranks are on one machine, else `c10d` over gloo.
+
+    Raises:
+        ValueError: it cannot run, or none can, and why.
+        PeerError: a peer asks for something else.
+    """
+    carriers = _carriers.get(group)
+    if carriers is None:
+        carriers = _carriers[group] = _Carriers(channel_of(group))
+    return carriers.get(op, device, name)

@@ -25,7 +25,7 @@ class TensorParallel:
 
     Attributes:
         group: the tensor-parallel ranks; one rank is enough.
-        method: how the ops run: "auto", "serial", "chunked" or "fused".
+        method: how the ops run: "auto", "serial", "chunked", "fused" or "fused:TRANSPORT".
         save: "shard" gathers the input of a column-parallel layer again in backward, "gathered" keeps it.
         defer_wgrad: receives each weight and a closure that computes its gradient, for schedules that split
             backward.

@@ -57,7 +57,8 @@ def all_gather_matmul(
         sizes: rows of every rank along `dim`; None when all ranks hold as many as this one.
         return_gathered: return `(result, x)` with the gathered input `[..., sum(sizes), ..., K]`, differentiable.
         defer_wgrad: is handed each weight's gradient GEMM in backward, for a schedule that runs it later.
-        method: `auto`, `serial`, `chunked` or `fused`.
+        method: `auto`, `serial`, `chunked` or `fused`, or by a certain transport `fused:symmetric`, `fused:shared` or
+            `fused:c10d`.
 
     Returns:
         The result, or a list of them when `w_shard` is a sequence (a single one for `swiglu`).

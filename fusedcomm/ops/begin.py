@@ -28,7 +28,7 @@ from fusedcomm.ops.chunked import Call, Gather, Scatter
 from fusedcomm.ops.matmul_reduce_scatter import check_inputs, multiply_gathered_gradient, scatter_products
 from fusedcomm.ops.matmul_reduce_scatter import weight_gradient as output_weight_gradient
 from fusedcomm.ops.wgrad import DeferWgrad, local_linear
-from fusedcomm.tune.cost import Choice, check_method, chunked, serial
+from fusedcomm.tune.cost import Choice, check_method, chunked, is_fused, serial
 
 
 def begin_all_gather_matmul(
@@ -120,10 +120,10 @@ def begin_matmul_reduce_scatter(
 
 def _check_run(op: str, method: str) -> None:
     check_method(method)
-    if method == "fused":
+    if is_fused(method):
         raise ValueError(
-            f"{op}: begun and finished apart, it cannot run with method='fused', whose one kernel computes and waits "
-            "within one call; use 'auto', 'chunked' or 'serial'"
+            f"{op}: begun and finished apart, it cannot run with method='{method}', whose one kernel computes and "
+            "waits within one call; use 'auto', 'chunked' or 'serial'"
         )
     if torch.compiler.is_compiling():
         raise ValueError(

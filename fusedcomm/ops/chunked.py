@@ -53,7 +53,8 @@ class Call:
         """The way that this call goes, for `last_path()`."""
         choice, transport = self.choice, self.transport
         carrier = transport.name if transport is not None else channel_of(self.group).backend_of(self.op, device)
-        return Path(self.op, choice.method, choice.num_chunks, choice.reason, carrier)
+        why = "" if transport is None else transport.reason
+        return Path(self.op, choice.method, choice.num_chunks, choice.reason, carrier, why)
 
     @property
     def is_serial(self) -> bool:
@@ -110,7 +111,7 @@ def run_by(
     with refusing(op, group):
         if choice.method == "fused":
             check_fused_dtype(op, like.dtype)
-            call = replace(call, transport=flag_transport_of(group, op, like.device))
+            call = replace(call, transport=flag_transport_of(group, op, like.device, choice.transport))
     note_path(call.path(like.device))
     return run(call)
 

@@ -53,7 +53,8 @@ def matmul_all_reduce(
     Args:
         bias: `[N]`, added once, after the sum, by the owner of the rows; its gradient is complete on every rank.
         defer_wgrad: is handed the weight's gradient GEMM in backward, for a schedule that runs it later.
-        method: `auto`, `serial`, `chunked` or `fused`.
+        method: `auto`, `serial`, `chunked` or `fused`, or by a certain transport `fused:symmetric`, `fused:shared` or
+            `fused:c10d`.
 
     Raises:
         ValueError: an input is wrong on this rank; nothing was sent but the news of it.

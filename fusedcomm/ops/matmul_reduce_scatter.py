@@ -56,7 +56,8 @@ def matmul_reduce_scatter(
             `x = [a, b]` of one shape `silu(a) * b`.
         sizes: rows of every rank along `dim`; None cuts M as `torch.chunk` would.
         defer_wgrad: is handed the weight's gradient GEMM in backward, for a schedule that runs it later.
-        method: `auto`, `serial`, `chunked` or `fused`.
+        method: `auto`, `serial`, `chunked` or `fused`, or by a certain transport `fused:symmetric`, `fused:shared` or
+            `fused:c10d`.
 
     Raises:
         ValueError: an input is wrong on this rank; nothing was sent but the news of it.

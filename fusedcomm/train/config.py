@@ -30,6 +30,7 @@ _Layers = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)
 _Texts = Annotated[tuple[Annotated[str, Field(strict=True)], ...], Field(strict=False)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 Checkpointing = Literal["none", "full", "selective"]
+Method = Literal["auto", "serial", "chunked", "fused", "fused:symmetric", "fused:shared", "fused:c10d"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"]
 
 
@@ -60,7 +61,7 @@ class TensorParallelConfig(_Section):
 
     size: Count = 1
     split_dim: Literal[0, 1] = 1
-    method: Literal["auto", "serial", "chunked", "fused"] = "auto"
+    method: Method = "auto"
     # Keep the shard and gather again in backward, or keep the gathered input (`size` times the memory).
     save: Literal["shard", "gathered"] = "shard"
     tp_sync: Literal["every_layer", "interleave", "ladder"] = "every_layer"

@@ -29,7 +29,17 @@ from torch.distributed import ProcessGroup
 from fusedcomm.comm.channel import Channel, channel_of
 from fusedcomm.comm.hierarchical import node_of_each_rank
 from fusedcomm.comm.ring import Direction
-from fusedcomm.tune.cost import Choice, Seconds, candidates, check_method, chunked, fused, serial, worth_timing
+from fusedcomm.tune.cost import (
+    Choice,
+    Seconds,
+    candidates,
+    check_method,
+    chunked,
+    fused,
+    is_fused,
+    serial,
+    worth_timing,
+)
 from fusedcomm.tune.links import measure_links
 
 _MAX_ROUNDS = 3
@@ -80,8 +90,8 @@ class Tuner:
             return serial("asked for")
         if method == "chunked":
             return chunked("asked for", world=world, rows=rows)
-        if method == "fused":
-            return fused("asked for", world=world, rows=rows)
+        if is_fused(method):
+            return fused("asked for", world=world, rows=rows, transport=method.partition(":")[2])
         options = candidates(world=world, rows=rows)
         if len(options) == 1:
             return options[0]

@@ -8,6 +8,7 @@ from typing import Literal
 
 from fusedcomm.comm.hierarchical import CHUNK_BYTES
 from fusedcomm.comm.ring import Direction
+from fusedcomm.comm.transport import TRANSPORTS
 
 # A GEMM cut into pieces of fewer rows loses 10-50 % to packing and launch costs (measured on CPUs).
 _ROWS_PER_CHUNK = 128
@@ -19,7 +20,7 @@ _WORTH = 1.2
 # With fewer rows a fused kernel's chunk costs more, since copies of few megabytes are slow, than its early start gains.
 _ROWS_PER_FUSED_CHUNK = 512
 _MAX_FUSED_CHUNKS = 2
-METHODS = ("auto", "serial", "chunked", "fused")
+METHODS = ("auto", "serial", "chunked", "fused", *(f"fused:{name}" for name in TRANSPORTS))
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Choice:
     """A method, its chunks, how rows travel (`comm.ring`), and the reason in words.
 
     Chunks are those of the shard that nothing hides (`comm.ring`), or, if it is fused, of every shard. `nodes` are
-    those of the ranks, for the direction `by_node`.
+    those of the ranks, for the direction `by_node`. `transport` is that of a fused call, empty to let it choose.
     """
 
     method: Literal["serial", "chunked", "fused"]
@@ -35,6 +36,7 @@ class Choice:
     reason: str
     direction: Direction = "pairs"
     nodes: tuple[int, ...] = ()
+    transport: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,16 @@ class Seconds:
 def check_method(method: str) -> None:
     """ValueError for a method that is unknown."""
     if method not in METHODS:
-        raise ValueError(f"method={method!r} is unknown; use 'auto', 'chunked', 'serial' or 'fused'")
+        named = ", ".join(repr(name) for name in METHODS if ":" in name)
+        raise ValueError(
+            f"method={method!r} is unknown; use 'auto', 'chunked', 'serial' or 'fused', which names its transport as "
+            f"{named} if it is not to choose itself"
+        )
+
+
+def is_fused(method: str) -> bool:
+    """Whether it asks for one kernel, by whatever transport."""
+    return method.partition(":")[0] == "fused"
 
 
 def serial(reason: str) -> Choice:
@@ -65,10 +76,11 @@ def chunked(reason: str, *, world: int, rows: int) -> Choice:
     return Choice("chunked", num_chunks, reason)
 
 
-def fused(reason: str, *, world: int, rows: int) -> Choice:
+def fused(reason: str, *, world: int, rows: int, transport: str = "") -> Choice:
     """Fused, with as many chunks a shard as leave each enough rows."""
     num_chunks = rows // world // _ROWS_PER_FUSED_CHUNK
-    return Choice("fused", max(1, min(_MAX_FUSED_CHUNKS, num_chunks)), reason)
+    num_chunks = max(1, min(_MAX_FUSED_CHUNKS, num_chunks))
+    return Choice("fused", num_chunks, reason, transport=transport)
 
 
 def candidates(*, world: int, rows: int) -> list[Choice]:

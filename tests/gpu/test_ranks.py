@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -69,10 +70,10 @@ class Block:
                 assert_as_accurate(*tensors, name=f"rank {self.rank} {name}")
 
 
-def forward(x: Tensor, up: Tensor, down: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    group = dist.group.WORLD
-    hidden = all_gather_matmul(x, up, group=group, sizes=sizes, activation="gelu", method="fused")
-    return matmul_reduce_scatter(hidden, down, group=group, sizes=sizes, method="fused")
+def forward(x: Tensor, up: Tensor, down: Tensor, sizes: tuple[int, ...], group=None, method="fused") -> Tensor:
+    group = group or dist.group.WORLD
+    hidden = all_gather_matmul(x, up, group=group, sizes=sizes, activation="gelu", method=method)
+    return matmul_reduce_scatter(hidden, down, group=group, sizes=sizes, method=method)
 
 
 def run(leaves: list[Tensor], sizes: tuple[int, ...], dy: Tensor, function=forward) -> list[Tensor]:
@@ -94,7 +95,25 @@ def run_block(rank, world, sizes):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_ops_and_gradients_agree_with_torch(sizes):
     for path in run_ranks(len(sizes), on_gpu, run_block, sizes, timeout_s=120):
-        assert (path.method, path.transport) == ("fused", "symmetric")
+        assert (path.method, path.transport) == ("fused", "symmetric"), path.transport_reason
+
+
+def run_over_nccl(rank, world, sizes):
+    group = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    blocks = [Block(sizes, rank, seed) for seed in range(5)]
+    call = partial(forward, group=group, method="fused:c10d")
+    for block, result in [(block, run(block.leaves(), sizes, block.dy[block.own], call)) for block in blocks]:
+        block.check(result)
+    flag_transport_of(group, "test", torch.device("cuda"), "c10d").check()
+    return last_path()
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_ops_and_gradients_agree_with_torch_over_nccl(sizes):
+    if torch.cuda.device_count() < len(sizes):
+        pytest.skip(f"NCCL refuses two ranks on one GPU: {len(sizes)} ranks, {torch.cuda.device_count()} GPUs")
+    for path in run_ranks(len(sizes), on_gpu, run_over_nccl, sizes, timeout_s=120):
+        assert (path.method, path.transport, path.transport_reason) == ("fused", "c10d", "asked for")
 
 
 def run_growing(rank, world):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import assert_as_accurate, run_ranks
-from hostile import hostile, late
+from hostile import CARRIERS, hostile, late
 from hypothesis import HealthCheck, given, settings
 from op_cases import (
     Case,
@@ -22,6 +24,7 @@ from op_cases import (
 from torch.nn.functional import gelu, linear, silu
 
 from fusedcomm import PeerError, all_gather_matmul, last_path, matmul_all_reduce, matmul_reduce_scatter
+from fusedcomm.comm import transport
 from fusedcomm.ops.begin import begin_all_gather_matmul, begin_matmul_reduce_scatter
 
 # A run on real ranks takes as long as it takes: no deadline, and nothing to call slow.
@@ -34,21 +37,27 @@ def times(dtype: torch.dtype) -> float:
     return 3.0 if dtype == torch.bfloat16 else 2.0
 
 
+over_each = pytest.mark.parametrize("carrier", CARRIERS)
+
+
+@over_each
 @on_ranks
 @given(case=cases(("fused",)))
-def test_all_gather_matmul_matches_reference(case):
-    check_gather(case, run_ranks(case.world, hostile, run_gather, case), times(case.dtype))
+def test_all_gather_matmul_matches_reference(carrier, case):
+    check_gather(case, run_ranks(case.world, hostile, carrier, run_gather, case), times(case.dtype))
 
 
+@over_each
 @on_ranks
 @given(case=cases(("fused",)))
-def test_matmul_reduce_scatter_matches_reference(case):
-    check_scatter(case, run_ranks(case.world, hostile, run_scatter, case), times(case.dtype))
+def test_matmul_reduce_scatter_matches_reference(carrier, case):
+    check_scatter(case, run_ranks(case.world, hostile, carrier, run_scatter, case), times(case.dtype))
 
 
+@over_each
 @pytest.mark.parametrize(("run", "check"), [(run_gather, check_gather), (run_scatter, check_scatter)])
-def test_many_tiles_match_reference_and_two_runs_are_bit_equal(run, check):
-    first, second = (run_ranks(4, hostile, run, TILES) for _ in range(2))
+def test_many_tiles_match_reference_and_two_runs_are_bit_equal(carrier, run, check):
+    first, second = (run_ranks(4, hostile, carrier, run, TILES) for _ in range(2))
     check(TILES, first, times(TILES.dtype))
     assert equal(first, second)
 
@@ -56,7 +65,7 @@ def test_many_tiles_match_reference_and_two_runs_are_bit_equal(run, check):
 @pytest.mark.parametrize("activation", ["gelu", "silu", "swiglu"])
 @pytest.mark.parametrize(("dtype", "defer"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
 def test_input_activation_matches_reference(activation, dtype, defer):
-    results = run_ranks(3, hostile, run_activated, activation, dtype, "fused", defer)
+    results = run_ranks(3, hostile, "shared", run_activated, activation, dtype, "fused", defer)
     check_activated(activation, dtype, results, times(dtype))
 
 
@@ -77,12 +86,14 @@ def run_calls(rank, world, num_calls):
         z.sum().backward()
         exact = world * linear(linear(x.double(), w.double()), v.double())[rank * rows : (rank + 1) * rows]
         errors.append((z - exact).norm() / exact.norm())
-    assert last_path().transport == "shared"
-    return max(errors).item()
+    return max(errors).item(), last_path().transport
 
 
-def test_many_calls_of_growing_size_in_a_row():
-    assert max(run_ranks(3, hostile, run_calls, 8)) < 1e-6
+@over_each
+def test_many_calls_of_growing_size_in_a_row(carrier):
+    for error, used in run_ranks(3, hostile, carrier, run_calls, 8):
+        assert error < 1e-6
+        assert used == carrier
 
 
 def run_gathered_gradient(rank, world):
@@ -125,7 +136,7 @@ def run_activation(rank, world, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_activations_are_those_of_torch(dtype):
-    run_ranks(2, hostile, run_activation, dtype)
+    run_ranks(2, hostile, "shared", run_activation, dtype)
 
 
 def run_all_reduce(rank, world, dtype, rows):
@@ -147,9 +158,10 @@ def run_all_reduce(rank, world, dtype, rows):
     return y.detach()
 
 
+@over_each
 @pytest.mark.parametrize(("world", "rows"), [(2, 5), (3, 1), (3, 11)])
-def test_matmul_all_reduce_gives_all_ranks_the_same_bits(world, rows):
-    results = run_ranks(world, hostile, run_all_reduce, torch.float32, rows)
+def test_matmul_all_reduce_gives_all_ranks_the_same_bits(carrier, world, rows):
+    results = run_ranks(world, hostile, carrier, run_all_reduce, torch.float32, rows)
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -248,15 +260,48 @@ MISMATCHES = {
 
 
 def run_mismatch(rank, world, name):
-    # Buffers are there, so that the ranks come to the calls themselves.
+    # Transport and buffers are there, so that the ranks come to the calls themselves.
     for call in (MISMATCHES["rows"][0], lambda g: matmul_reduce_scatter(X, W, group=g, method="fused")):
         call(dist.group.WORLD)
     MISMATCHES[name][min(rank, 1)](dist.group.WORLD)
 
 
+@over_each
 @pytest.mark.parametrize("name", MISMATCHES)
-def test_a_peer_that_calls_something_else_is_named_on_every_rank(name):
-    for rank, error in enumerate(run_ranks(2, run_mismatch, name, return_exceptions=True)):
+def test_a_peer_that_calls_something_else_is_named_on_every_rank(carrier, name):
+    for rank, error in enumerate(run_ranks(2, hostile, carrier, run_mismatch, name, return_exceptions=True)):
         assert isinstance(error, PeerError), error
         for part in [*MISMATCHES[name][2], f"rank {rank} call"]:
             assert part in str(error)
+
+
+def run_chosen(rank, world, method, apart):
+    group = dist.new_group()
+    nodes = (0, 1) if apart else (0, 0)
+    with patch.object(transport, "node_of_each_rank", lambda group: nodes):
+        y = all_gather_matmul(torch.full((1, 2), float(rank)), torch.eye(2), group=group, method=method)
+    return y[:, 0].tolist(), last_path()
+
+
+CHOICES = [
+    ("fused", False, "shared", "all ranks are on one machine"),
+    ("fused", True, "c10d", "the ranks are on several machines"),
+    ("fused:c10d", False, "c10d", "asked for"),
+    ("fused:shared", False, "shared", "asked for"),
+]
+
+
+@pytest.mark.parametrize(("method", "apart", "carrier", "reason"), CHOICES)
+def test_the_transport_is_chosen_or_asked_for(method, apart, carrier, reason):
+    for y, path in run_ranks(2, run_chosen, method, apart):
+        assert y == [0.0, 1.0]
+        assert (path.method, path.transport, path.transport_reason) == ("fused", carrier, reason)
+
+
+def run_impossible(rank, world):
+    with pytest.raises(ValueError, match="'symmetric' carries cuda tensors, but these are on cpu; use 'fused:c10d'"):
+        all_gather_matmul(X, W, group=dist.group.WORLD, method="fused:symmetric")
+
+
+def test_a_transport_that_cannot_carry_the_tensors_is_refused():
+    run_ranks(2, run_impossible)

@@ -17,7 +17,8 @@ from torch.nn.functional import linear
 
 from fusedcomm.comm import shared_memory
 from fusedcomm.comm.channel import channel_of
-from fusedcomm.comm.shared import SharedTransport, _SharedFlight
+from fusedcomm.comm.flights import _Flight
+from fusedcomm.comm.shared import SharedTransport
 from fusedcomm.errors import PeerError
 from fusedcomm.kernels.all_gather_matmul import all_gather_matmul
 from fusedcomm.kernels.await_rows import await_rows
@@ -103,7 +104,7 @@ def read_late(rank, world, with_barrier):
     """Rank 1 reads its rows of call 1 when rank 0 has been through call 2 and is in call 3, on the same buffer."""
     transport = transport_of()
     group = dist.group.WORLD
-    without = nullcontext() if with_barrier else patch.object(_SharedFlight, "_await_done", lambda self, peer: None)
+    without = nullcontext() if with_barrier else patch.object(_Flight, "_await_done", lambda self, peer: None)
     with without:
         first, second = (transport.gather("op", f"op {call}", numbers(call, 8, 4), [8, 8], 1) for call in (1, 2))
         if rank == 0:
@@ -160,7 +161,7 @@ def lose_peer(rank, world, how):
         time.sleep(6)
         return
     if how == "does not deliver" and lost:
-        with patch.object(_SharedFlight, "_deliver", lambda *args: None):
+        with patch.object(_Flight, "_deliver", lambda *args: None):
             gather_once(transport, rank, world, 2)
     gather_once(transport, rank, world, 2)
     return
