@@ -35,8 +35,10 @@ from fusedcomm.comm.record import last_path
 _FAST_GBPS = 100.0
 _OURS = ("serial", "chunked", "auto")
 _NUM_WARM_UPS = 2
-# Rounds are added, up to so many times as asked for, until the quartiles are this close to the median.
+# Rounds are added, up to so many times as asked for and until they have taken so long together, while the quartiles are
+# not this close to the median.
 _MAX_ROUNDS_FACTOR = 3
+_MAX_ROUNDS_S = 90.0
 _QUIET = 0.05
 # Shorter runs are repeated back to back until they take so long together.
 _MIN_RUN_S = 0.02
@@ -171,8 +173,9 @@ def _time_all(clock: _Clock, names: Sequence[str], min_rounds: int) -> dict[str,
         for name in names:
             repeats[name] = min(_MAX_REPEATS, max(1, math.ceil(_MIN_RUN_S / clock.time(name, 1)[0])))
     laps = {name: _Laps([], []) for name in names}
+    end_s = time.perf_counter() + _MAX_ROUNDS_S
     for turn in range(_MAX_ROUNDS_FACTOR * min_rounds):
-        if turn >= min_rounds and all(lap.is_quiet for lap in laps.values()):
+        if turn >= min_rounds and (time.perf_counter() > end_s or all(lap.is_quiet for lap in laps.values())):
             break
         shift = turn % len(names)
         for name in [*names[shift:], *names[:shift]]:

@@ -95,7 +95,7 @@ def test_plan_lets_the_first_layer_overtake():
 
 
 def test_pace_follows_rate_and_computing_within_bounds():
-    assert pace_of(1e8, 0.08) == Pace(2_000_000, 4_000_000)
-    assert pace_of(1e8, 10.0) == Pace(4_000_000, 8_000_000)
+    assert pace_of(1e8, 0.08) == Pace(1_600_000, 4_800_000)
+    assert pace_of(1e8, 10.0) == Pace(4_000_000, 12_000_000)
     assert pace_of(1e4, 0.08).piece_bytes == 256 * 1024
     assert pace_of(1e12, 0.08).piece_bytes == 16 * 2**20

@@ -42,9 +42,8 @@ class AllReduce:
         self._group = group
 
     def start(self, flat: Tensor, offset: int) -> Pending:
-        work = dist.all_reduce(flat, group=self._group, async_op=True)
-        assert work is not None, "this rank is in the group"
-        return work
+        # Past the wrapper of `dist.all_reduce`, whose Python runs beside a GEMM that has the cache to itself: 0.3 ms.
+        return self._group.allreduce([flat])
 
 
 _bulk_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()

@@ -16,6 +16,7 @@ SHORT_S = 0.5e-3
 # Several short ones in a row together do not hold a transfer back for longer.
 _MAX_DELAY_S = 2e-3
 
+PIECES_UNDER_WAY = 3
 _MIN_PIECE_BYTES = 256 * 1024
 _MAX_PIECE_BYTES = 16 * 2**20
 # A piece on the wire for less than this would cost more to post than it gains; one for longer would keep an urgent
@@ -58,12 +59,13 @@ class Pace:
 def pace_of(bytes_per_s: float, gap_s: float) -> Pace:
     """The pace for a link of `bytes_per_s` where something becomes ready about every `gap_s` of computing.
 
-    A piece takes a quarter of that gap on the wire, since an order can only be kept as finely as pieces are cut, within
-    5 to 40 ms and 256 KiB to 16 MiB; the window holds two: one travels while the next one is posted.
+    A piece takes a fifth of that gap on the wire, since an order can only be kept as finely as pieces are cut, within
+    5 to 40 ms and 256 KiB to 16 MiB. The window holds three: on a core that computes, the threads that carry pieces on
+    come late, and two leave the wire idle for a tenth of the time.
     """
-    piece_s = min(max(gap_s / 4, _MIN_PIECE_S), _MAX_PIECE_S)
+    piece_s = min(max(gap_s / 5, _MIN_PIECE_S), _MAX_PIECE_S)
     piece_bytes = min(max(int(bytes_per_s * piece_s), _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
-    return Pace(piece_bytes, 2 * piece_bytes)
+    return Pace(piece_bytes, PIECES_UNDER_WAY * piece_bytes)
 
 
 def plan(transfers: Sequence[Forecast], *, bytes_per_s: float, piece_bytes: int) -> list[Piece]:

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -206,7 +206,7 @@ class TransferQueue:
         if not self._flights:
             self._busy_since_s = start_s
         try:
-            with torch.cuda.stream(self._stream):
+            with self._on_stream():
                 if self._stream is not None and entry.event is not None:
                     self._stream.wait_event(entry.event)
                 pending = entry.start(piece)
@@ -233,7 +233,7 @@ class TransferQueue:
     def _land(self, flight: _Flight) -> None:
         error = None
         try:
-            with torch.cuda.stream(self._stream):
+            with self._on_stream():
                 flight.pending.wait()
             if self._stream is not None:
                 self._stream.synchronize()
@@ -251,6 +251,9 @@ class TransferQueue:
             entry.num_left -= 1
             if entry.num_left == 0:
                 entry.done.set()
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _fail(self, error: Exception) -> None:
         """The group is of no more use: all that wait hear of it."""

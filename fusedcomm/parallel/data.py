@@ -56,7 +56,7 @@ class GradientBuckets:
     which the end of the step sums over `tp_group` first. A group of one, or None, sends nothing.
 
     Size: `bucket_mb` fixes that of buckets and pieces; None adapts both to rate and computing (`comm.plan.pace_of`).
-    `window_mb` fixes what may be under way; None is two pieces.
+    `window_mb` fixes what may be under way; None is three pieces.
 
     It is a sum, not a mean: divide the loss by the global number of tokens (or samples).
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fusedcomm.comm.plan import SHORT_S, Forecast, Pace, Piece, pace_of, plan
+from fusedcomm.comm.plan import PIECES_UNDER_WAY, SHORT_S, Forecast, Pace, Piece, pace_of, plan
 from fusedcomm.parallel.buckets import Bucket, Slot
 from fusedcomm.parallel.shares import param_bytes
 
@@ -62,6 +62,8 @@ class Planner:
         self._bucket_mb, self._window_mb = bucket_mb, window_mb
         self._timing: Timing | None = None
         self._agreed_after = 0
+        # Those made since the ranks agreed: planning takes time in which nothing is computed.
+        self._plans: dict[tuple[Forecast, ...], list[Piece]] = {}
 
     @property
     def adapts_buckets(self) -> bool:
@@ -75,10 +77,11 @@ class Planner:
         """Exchange what this rank has seen of the last step."""
         self._agreed_after = num_steps
         self._timing = _agree_on_timing(slots, bytes_per_s, group)
+        self._plans.clear()
 
     def pace(self) -> Pace:
         piece_bytes = int((self._bucket_mb or _FIRST_BUCKET_MB) * 2**20)
-        pace = Pace(piece_bytes, 2 * piece_bytes)
+        pace = Pace(piece_bytes, PIECES_UNDER_WAY * piece_bytes)
         if self._bucket_mb is None and self._timing is not None:
             pace = pace_of(self._timing.bytes_per_s, self._timing.gap_s)
         if self._window_mb is not None:
@@ -102,8 +105,11 @@ class Planner:
         return self._plan(forecasts)
 
     def _plan(self, forecasts: Sequence[Forecast]) -> list[Piece]:
-        rate = 1.0 if self._timing is None else self._timing.bytes_per_s
-        return plan(forecasts, bytes_per_s=rate, piece_bytes=self.pace().piece_bytes)
+        key = tuple(forecasts)
+        if key not in self._plans:
+            rate = 1.0 if self._timing is None else self._timing.bytes_per_s
+            self._plans[key] = plan(forecasts, bytes_per_s=rate, piece_bytes=self.pace().piece_bytes)
+        return self._plans[key]
 
 
 def _agree_on_timing(slots: Sequence[Slot], bytes_per_s: float, group: ProcessGroup) -> Timing:

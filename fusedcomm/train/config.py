@@ -93,7 +93,7 @@ class DataParallelConfig(_Section):
     overlap: Literal["backward", "backward+forward"] = "backward"
     # null: as the measured rate and computing ask for.
     bucket_mb: Annotated[float, Field(gt=0)] | None = None
-    # Bytes under way; null: two pieces.
+    # Bytes under way; null: three pieces.
     window_mb: Annotated[float, Field(gt=0)] | None = None
     # Of the sums: by the measured links (`auto`, which may choose otherwise in another run), or always one.
     algorithm: Literal["auto", "ring", "tree", "hierarchical"] = "ring"
