@@ -26,11 +26,11 @@ TORCH_METHOD = "ddp_best"
 _NUM_LAYERS = 8
 _NUM_STEPS = 2
 # `ddp_best` takes the best of these.
-_DDP_CAPS_MB = (1, 2, 4, 8, 16)
+_DDP_CAPS_MB = (1, 2, 4, 8)
 
 
 def default_shape(world: int) -> tuple[int, int, int]:
-    return 1792, 1024, 1024
+    return 2048, 1024, 1024
 
 
 def check_spec(spec: Spec) -> None:

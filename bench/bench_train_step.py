@@ -27,7 +27,7 @@ METHODS = ("torch", "serial", "chunked", "auto")
 TORCH_METHOD = "torch"
 EXTRA_METHODS: tuple[str, ...] = ()
 _HEAD_DIM = 64
-_NUM_LAYERS = 4
+_NUM_LAYERS = 6
 _NUM_ROWS = 8
 _VOCAB_SIZE = 1024
 _LR = 1e-4
@@ -52,7 +52,7 @@ def _layout_of(world: int) -> _Layout:
 
 
 def default_shape(world: int) -> tuple[int, int, int]:
-    return 2048, 1408 // _layout_of(world).tp, 512
+    return 1024, 1408 // _layout_of(world).tp, 512
 
 
 def check_spec(spec: Spec) -> None:

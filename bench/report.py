@@ -70,8 +70,8 @@ def markdown(rows: Sequence[Row]) -> str:
         cells = (
             title_of(row),
             row.method,
-            f"{row.median_s * 1e3:.0f} ({row.p25_s * 1e3:.0f}-{row.p75_s * 1e3:.0f})",
-            f"{max(row.gemm_s, row.wire_s) * 1e3:.0f}",
+            f"{_ms(row.median_s)} ({_ms(row.p25_s)}-{_ms(row.p75_s)})",
+            _ms(max(row.gemm_s, row.wire_s)),
             f"{row.of_ideal:.2f}",
             _ratio(row.vs_serial),
             _ratio(row.vs_torch),
@@ -162,6 +162,10 @@ def _draw_panel(axes: Axes, rows: Sequence[Row]) -> None:
         axes.annotate(f"{row.of_ideal:.0%}", (index, compute_ms[index] / 2), ha="center", va="center", color="white")
     axes.set_ylabel("ms (bars: quartiles; numbers: limit / time)")
     axes.set_title(title_of(rows[0]), fontsize=9)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f}" if seconds >= 0.01 else f"{seconds * 1e3:.2f}"
 
 
 def _ratio(value: float | None) -> str:
