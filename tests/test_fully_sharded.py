@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fusedcomm.comm.mesh import build_mesh
-from fusedcomm.errors import PeerError
 from fusedcomm.parallel import FullySharded, fully_shard_stage, main_grad_of
 from fusedcomm.train.config import ConfigError, parse_config
 from fusedcomm.train.data import open_data
@@ -187,22 +185,3 @@ def test_the_optimizer_state_of_shares_may_lie_on_disk(tmp_path):
     run(plain)
     run(offloaded)
     assert losses(tmp_path / "disk") == losses(tmp_path / "plain")
-
-
-def _train_until_killed(rank: int, world: int, raw: dict) -> None:
-    trained = parse_config(raw)
-    trainer = Trainer(trained, mesh_of(trained, torch.device("cpu")))
-    data = open_data(trained)
-    for step in range(3):
-        if rank == 1 and step == 2:
-            os._exit(9)
-        batch = data.train.batch(step * trained.train.global_batch, trainer.mesh.dp_rank)
-        trainer.gradients(step, batch.pieces(1))
-        trainer.update(step)
-
-
-def test_a_killed_rank_ends_the_others_with_its_name():
-    raw = in_mode(changed("train.timeout_s", 5.0, TINY), "fsdp")
-    errors = run_ranks(2, _train_until_killed, raw, fresh_timeout_s=5, return_exceptions=True, timeout_s=120)
-    assert isinstance(errors[0], PeerError), errors[0]
-    assert "rank 1 of the group" in str(errors[0])

@@ -7,7 +7,7 @@ call, its step and its size: it can only meet the receive of the very same one, 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,13 +15,15 @@ from torch.distributed import P2POp, Work
 
 from fusedcomm.comm.channel import Channel, payload_tag, wait_for
 from fusedcomm.comm.record import note
+from fusedcomm.errors import PeerError
 
 
 class Swap:
     """At most one message from, and one to, each peer of the channel's group.
 
     It is ready to receive into `receives` (by peer, contiguous) from the start on. `send` comes once, also with nothing
-    to send; then `receive` waits for what peers sent, and `finish` for what was sent to them.
+    to send; then `receive` waits for what peers sent, and `finish` for what was sent to them. Each of them raises
+    PeerError if a peer is gone.
     """
 
     def __init__(self, channel: Channel, op: str, call: int, step: str, receives: Mapping[int, Tensor]) -> None:
@@ -36,7 +38,7 @@ class Swap:
         for peer, tensor in receives.items():
             # NCCL starts both directions together.
             if not tensor.is_cuda:
-                self._received[peer] = self._group.recv([tensor], peer, self._tag(tensor))
+                self._received[peer] = self._begin(self._group.recv, tensor, peer)
 
     def send(self, sends: Mapping[int, Tensor]) -> None:
         """Let `sends` (by peer, contiguous) go; they must not change before `finish`. Does not block."""
@@ -49,7 +51,7 @@ class Swap:
             self._on_gpu = dist.batch_isend_irecv(transfers)
             return
         for peer, tensor in sends.items():
-            self._sent[peer] = self._group.send([tensor], peer, self._tag(tensor))
+            self._sent[peer] = self._begin(self._group.send, tensor, peer)
 
     def receive(self) -> None:
         """Return when all of `receives` may be read (on the current stream).
@@ -69,6 +71,12 @@ class Swap:
         """Return when what was sent may be overwritten (on the current stream); PeerError as `receive`."""
         for peer, work in self._sent.items():
             wait_for(work, self._op, peer, self._call, f"did not take this rank's {self._step}")
+
+    def _begin(self, transfer: Callable[[list[Tensor], int, int], Work], tensor: Tensor, peer: int) -> Work:
+        try:
+            return transfer([tensor], peer, self._tag(tensor))
+        except RuntimeError as error:
+            raise PeerError(self._op, peer, self._call, f"rank {peer} of the group is gone: {error}") from error
 
     def _tag(self, tensor: Tensor) -> int:
         return payload_tag(self._call, f"{self._op} {self._step} {tensor.nbytes}")

@@ -16,6 +16,7 @@ from fusedcomm.comm.pool import STAGING
 from fusedcomm.comm.queue import URGENT
 from fusedcomm.comm.record import span, wait_span
 from fusedcomm.comm.worker import Worker
+from fusedcomm.errors import PeerError
 from fusedcomm.parallel.table import Action, received_by
 
 _OP = "pipeline"
@@ -59,7 +60,7 @@ class Courier:
         else:
             self._channel.agree_on_device(_OP, self._call, signature, like.device)
         self._to_post = deque(action for action in actions if action.kind in ("RECV_F", "RECV_B"))
-        self._posted: dict[Action, tuple[Tensor, Work]] = {}
+        self._posted: dict[Action, tuple[Tensor, Work | RuntimeError]] = {}
         # What is waited for until a send is over: of the sender's thread, or of NCCL's stream.
         self._sends: deque[threading.Event | Work] = deque()
         # What went wrong on the sender's thread.
@@ -110,7 +111,7 @@ class Courier:
         buffer = STAGING.take(self._shapes[action.micro_batch], self._like)
         peer = self._peer_of(action)
         if self._is_gloo:
-            work = self._channel.group.recv([buffer], peer, self._tag(action))
+            work = _begin(self._channel.group.recv, buffer, peer, self._tag(action))
         else:
             work = _nccl(dist.irecv, buffer, self._channel.group, peer)
         self._posted[action] = (buffer, work)
@@ -123,7 +124,7 @@ class Courier:
             # What no peer would ever receive must not keep this thread from its other work.
             self._check()
             with URGENT.passing(), span("transfer", f"{_OP} to {peer}", tensor.nbytes):
-                work = self._channel.group.send([tensor], peer, self._tag(received_by(action)))
+                work = _begin(self._channel.group.send, tensor, peer, self._tag(received_by(action)))
                 self._wait(work, action, peer, "did not take")
         except Exception as error:
             self._error = error
@@ -138,8 +139,11 @@ class Courier:
         if self._headers is not None:
             self._headers.check()
 
-    def _wait(self, work: Work, action: Action, peer: int, failed: str) -> None:
-        wait_for(work, _OP, peer, action.micro_batch, f"{failed} the {_describe(action)}")
+    def _wait(self, work: Work | RuntimeError, action: Action, peer: int, failed: str) -> None:
+        what = f"{failed} the {_describe(action)}"
+        if isinstance(work, RuntimeError):
+            raise PeerError(_OP, peer, action.micro_batch, f"rank {peer} of the group {what}: {work}") from work
+        wait_for(work, _OP, peer, action.micro_batch, what)
 
     def _peer_of(self, action: Action) -> int:
         towards_end = action.kind in ("SEND_F", "RECV_B")
@@ -157,6 +161,16 @@ def _sender() -> Worker:
     of the tensor-parallel ops, whose sends must not wait for a stage to be ready.
     """
     return Worker("fusedcomm-pipeline")
+
+
+def _begin(
+    transfer: Callable[[list[Tensor], int, int], Work], tensor: Tensor, peer: int, tag: int
+) -> Work | RuntimeError:
+    """gloo's send or receive; what it says of a peer that is gone already is kept for whoever waits for this one."""
+    try:
+        return transfer([tensor], peer, tag)
+    except RuntimeError as error:
+        return error
 
 
 def _describe(action: Action) -> str:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from fusedcomm.comm.lost import naming_lost_ranks
 from fusedcomm.comm.mesh import Mesh, build_mesh
 from fusedcomm.comm.record import Recording, recording
 from fusedcomm.nn import flops_per_token, num_parameters
@@ -33,6 +34,7 @@ def mesh_of(config: Config, device: torch.device) -> Mesh:
     )
 
 
+@naming_lost_ranks("train")
 def train(config: Config, *, resume: str | None, device: torch.device) -> None:
     """Train on this rank of the mesh; every rank calls it.
 

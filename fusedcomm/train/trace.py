@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from fusedcomm.comm.lost import naming_lost_ranks
 from fusedcomm.comm.record import Event, Recording, recording
 from fusedcomm.train.config import Config, ParallelConfig
 from fusedcomm.train.data import open_data
@@ -19,6 +20,7 @@ from fusedcomm.train.trainer import Trainer
 _COLOURS = {"compute": "#4c9f70", "transfer": "#3f72af", "wait": "#d9534f", "stage": "#d8d8d8"}
 
 
+@naming_lost_ranks("trace")
 def trace(config: Config, *, steps: int, json_path: Path | None, plot_path: Path | None, device: torch.device) -> None:
     """Train `steps` steps and draw the last one; every rank calls it, rank 0 writes the files."""
     mesh = mesh_of(config, device)

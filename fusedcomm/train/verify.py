@@ -21,6 +21,7 @@ from rich.table import Column, Table
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fusedcomm.comm.lost import naming_lost_ranks
 from fusedcomm.nn import TensorParallel, Transformer, layout_of, vocab_parallel_cross_entropy
 from fusedcomm.parallel import GradientBuckets, Optimizer, main_grad_of
 from fusedcomm.train.config import Config
@@ -158,6 +159,7 @@ class _References:
         return StepLosses(step, mesh_loss, single_loss, exact_loss, alone_loss, skipped), rows
 
 
+@naming_lost_ranks("verify")
 def verify(config: Config, *, steps: int, json_path: Path | None, device: torch.device) -> int:
     """Compare `steps` training steps; every rank of the mesh calls it, rank 0 computes the references and prints.
 
