@@ -1,6 +1,7 @@
 """A whole training step of a small Llama: forward, backward, gradient sums and AdamW, on a mesh of all three axes.
 
-World 2 is tensor-parallel, 4 is data 2 x tensor 2, 8 is pipeline 2 x data 2 x tensor 2. M are the tokens of one
+Unless `--layout` says otherwise, world 2 is tensor-parallel, 4 is data 2 x tensor 2, 8 is pipeline 2 x data 2 x
+tensor 2. M are the tokens of one
 data-parallel rank in a step, K the width, N the inner features of an MLP on one rank.
 """
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedcomm.bench.case import Case, Method, Results, Spec, check_divides
+from fusedcomm.bench.errors import BenchError
 from fusedcomm.bench.torch_trainer import PlainLlama, TorchTrainer
 from fusedcomm.comm.mesh import Mesh, build_mesh
 from fusedcomm.nn import TensorParallel, Transformer, layout_of, vocab_parallel_cross_entropy
@@ -25,7 +27,8 @@ from fusedcomm.train.trainer import Trainer
 
 METHODS = ("torch", "serial", "chunked", "auto")
 TORCH_METHOD = "torch"
-EXTRA_METHODS: tuple[str, ...] = ()
+# As `auto`, but gradients also travel during the next step's forward: one step of many is timed.
+EXTRA_METHODS = ("backward+forward",)
 _HEAD_DIM = 64
 _NUM_LAYERS = 6
 _NUM_ROWS = 8
@@ -45,18 +48,25 @@ class _Layout:
         return 2 * self.pp if self.pp > 1 else 1
 
 
-def _layout_of(world: int) -> _Layout:
+def _layout_of(spec: Spec) -> _Layout:
+    return _usual_layout(spec.world) if spec.layout is None else _Layout(*spec.layout)
+
+
+def _usual_layout(world: int) -> _Layout:
     tp = 2 if world % 2 == 0 else 1
     pp = 2 if world % 8 == 0 else 1
     return _Layout(pp, world // (tp * pp), tp)
 
 
 def default_shape(world: int) -> tuple[int, int, int]:
-    return 1024, 1408 // _layout_of(world).tp, 512
+    return 1024, 1408 // _usual_layout(world).tp, 512
 
 
 def check_spec(spec: Spec) -> None:
-    tp = _layout_of(spec.world).tp
+    layout = _layout_of(spec)
+    tp = layout.tp
+    if _NUM_LAYERS % layout.pp:
+        raise BenchError(f"--layout: {_NUM_LAYERS} layers do not divide over {layout.pp} stages")
     check_divides(spec, f"M, {_NUM_ROWS} sequences,", spec.m, _NUM_ROWS * tp)
     check_divides(spec, "K, features of whole heads,", spec.k, _HEAD_DIM * tp)
 
@@ -67,7 +77,7 @@ def make_case(spec: Spec, rank: int) -> Case:
 
 class _TrainStep:
     def __init__(self, spec: Spec) -> None:
-        self._spec, self._layout = spec, _layout_of(spec.world)
+        self._spec, self._layout = spec, _layout_of(spec)
         layout = self._layout
         self._mesh = build_mesh(pp=layout.pp, dp=layout.dp, tp=layout.tp, timeout_s=_TIMEOUT_S)
         self._alone = _group_of_one()
@@ -98,7 +108,10 @@ class _TrainStep:
             trainer.update(0)
             return {name: grad for name, param in trainer.params.items() if (grad := main_grad_of(param)) is not None}
 
-        return Method(run, note=self._words("ours"))
+        note = self._words("ours")
+        if name != "backward+forward":
+            return Method(run, note=note)
+        return Method(run, prepare=run, note=f"{note}, step after step", finish=trainer.settle)
 
     def reference(self, dtype: torch.dtype) -> Results:
         model = self._whole_model(dtype)
@@ -115,6 +128,7 @@ class _TrainStep:
 
     def _config(self, method: str) -> Config:
         spec, layout = self._spec, self._layout
+        in_forward = method == "backward+forward"
         return parse_config(
             {
                 "model": {
@@ -129,7 +143,8 @@ class _TrainStep:
                     "steps": 1_000_000,
                     "global_batch": _NUM_ROWS * layout.dp,
                     "precision": spec.dtype_name,
-                    "lr": _LR,
+                    # What is compared are gradients of the second step, whose weights must be those of the first.
+                    "lr": 1e-30 if in_forward else _LR,
                     # torch's side does not clip either.
                     "clip_norm": None,
                     "timeout_s": _TIMEOUT_S,
@@ -137,9 +152,13 @@ class _TrainStep:
                     "loss_scale": {"initial": 1.0},
                 },
                 "parallel_config": {
-                    "tensor_parallel": {"size": layout.tp, "method": method, "save": "gathered"},
+                    "tensor_parallel": {
+                        "size": layout.tp,
+                        "method": "auto" if in_forward else method,
+                        "save": "gathered",
+                    },
                     "pipeline_parallel": {"depth": layout.pp, "micro_batches": layout.micro_batches},
-                    "data_parallel": {"size": layout.dp},
+                    "data_parallel": {"size": layout.dp, "overlap": "backward+forward" if in_forward else "backward"},
                 },
             }
         )

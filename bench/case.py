@@ -34,6 +34,8 @@ class Spec:
     k: int
     # Ranks of one node share its link.
     nodes: int
+    # Pipeline, data and tensor parallelism of a whole step; None: the op's own choice.
+    layout: tuple[int, int, int] | None = None
 
     @property
     def dtype(self) -> torch.dtype:

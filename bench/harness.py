@@ -226,6 +226,7 @@ def _rows(
                 rounds=len(lap.seconds),
                 machine=_machine(),
                 nodes=None if spec.nodes == spec.world else spec.nodes,
+                layout=None if spec.layout is None else "x".join(map(str, spec.layout)),
             )
         )
     return rows

@@ -46,6 +46,8 @@ class Row:
     machine: str
     # Whose ranks share a link each; None: every rank has its own.
     nodes: int | None = None
+    # Pipeline x data x tensor, where it was asked for.
+    layout: str | None = None
 
 
 def write_json(path: Path, rows: Sequence[Row]) -> None:
@@ -137,7 +139,9 @@ def benchmarks(rows: Sequence[Row]) -> list[list[Row]]:
     """The rows of each benchmark together: those of one op, world, dtype, shape, link and layout."""
     found: dict[object, list[Row]] = {}
     for row in rows:
-        found.setdefault((row.op, row.world, row.dtype, row.shape, row.link_gbps, row.nodes), []).append(row)
+        found.setdefault((row.op, row.world, row.dtype, row.shape, row.link_gbps, row.nodes, row.layout), []).append(
+            row
+        )
     return list(found.values())
 
 
@@ -145,6 +149,8 @@ def title_of(row: Row) -> str:
     """What the row's benchmark is."""
     link = "loopback" if row.link_gbps is None else f"{row.link_gbps:.3g} Gbit/s"
     ranks = f"{row.world} ranks" if row.nodes is None else f"{row.world} ranks on {row.nodes} nodes"
+    if row.layout is not None:
+        ranks += f" as {row.layout}"
     return f"{row.op}, {ranks}, {row.dtype}, M,N,K = {','.join(map(str, row.shape))}, {link}"
 
 

@@ -41,6 +41,7 @@ class Request:
     plot_path: Path | None = None
     # None: every rank is a node of its own.
     nodes: int | None = None
+    layout: str | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ def plan_of(request: Request) -> Plan:
         if name not in (*op.METHODS, *op.EXTRA_METHODS):
             known = ", ".join((*op.METHODS, *op.EXTRA_METHODS))
             raise BenchError(f"--methods {name!r} is unknown for {request.op}; choose from {known}")
-    spec = Spec(request.op, request.world, request.dtype_name, m, n, k, nodes)
+    layout = None if request.layout is None else _parse_layout(request)
+    spec = Spec(request.op, request.world, request.dtype_name, m, n, k, nodes, layout)
     op.check_spec(spec)
     return Plan(spec, tuple(dict.fromkeys(methods)), _parse_link(request.link), request.rounds)
 
@@ -102,6 +104,20 @@ def _parse_shape(text: str) -> tuple[int, int, int]:
         raise BenchError(f"--shape {text!r}: give three numbers above 0, M,N,K, such as 4096,4096,1024")
     m, n, k = map(int, parts)
     return m, n, k
+
+
+def _parse_layout(request: Request) -> tuple[int, int, int]:
+    if request.op != "train_step":
+        raise BenchError(
+            f"--layout goes with train_step, which has pipeline and data parallelism, not with {request.op}"
+        )
+    parts = (request.layout or "").split("x")
+    if len(parts) != 3 or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise BenchError(f"--layout {request.layout!r}: give pipeline x data x tensor, such as 2x2x1")
+    pp, dp, tp = map(int, parts)
+    if pp * dp * tp != request.world:
+        raise BenchError(f"--layout {request.layout!r}: makes {pp * dp * tp} ranks, --world is {request.world}")
+    return pp, dp, tp
 
 
 def _parse_link(link: str) -> Link:

@@ -162,6 +162,9 @@ def bench(
     ] = "balanced",
     dtype: Annotated[str, typer.Option(metavar="fp32|bf16|fp16")] = "fp32",
     shape: Annotated[str | None, typer.Option(metavar="M,N,K", help="The GEMM that one rank runs.")] = None,
+    layout: Annotated[
+        str | None, typer.Option(metavar="PPxDPxTP", help="Of train_step's ranks: pipeline x data x tensor.")
+    ] = None,
     methods: Annotated[str | None, typer.Option(metavar="A,B,...", help="Time these only.")] = None,
     rounds: Annotated[int, typer.Option(help="At least so many; more while the quartiles are apart.")] = 9,
     json_path: Annotated[
@@ -175,7 +178,8 @@ def bench(
     """
     from fusedcomm.bench.harness import Request, run
 
-    raise typer.Exit(run(Request(op, world, link, dtype, shape, methods, rounds, json_path, plot_path, nodes)))
+    request = Request(op, world, link, dtype, shape, methods, rounds, json_path, plot_path, nodes, layout)
+    raise typer.Exit(run(request))
 
 
 def main() -> None:
