@@ -131,8 +131,10 @@ def wait_span(name: str, device: torch.device) -> Iterator[None]:
 def note_path(path: Path) -> None:
     """Remember which way an op went, for `last_path()` and the step log."""
     _last_path[:] = [path]
+    # Where there was a choice of transports, theirs too.
+    method = f"{path.method} over {path.transport}" if path.transport_reason else path.method
     for record in _open:
-        record.paths[f"{path.op}:{path.method}"] += 1
+        record.paths[f"{path.op}:{method}"] += 1
 
 
 def last_path() -> Path | None:
