@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,40 @@ def test_checkpoints_load_in_another_mode_and_layout(tmp_path, tied):
         run(mode_of(folder, layout, mode, **overrides), resume=str(tmp_path / name / "step-00000003"))
         # Wrong or missing moments would show in the steps after the first.
         assert losses(folder) == pytest.approx(losses(tmp_path / name)[3:], rel=1e-4)
+
+
+def _with_unused(rank: int, world: int) -> list[str]:
+    mesh = build_mesh(pp=1, dp=world, tp=1, timeout_s=30)
+    stage = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    stage.unused = nn.Linear(3, 5)
+    stage.forward = lambda x: stage[1](stage[0](x))
+    fully_shard_stage(
+        stage,
+        (),
+        dp_mesh=mesh.device_mesh["dp"],
+        tp_group=mesh.tp_group,
+        dtype=torch.float32,
+        keep_gathered=True,
+    )
+    sharded = FullySharded(
+        {0: stage}, dp_group=mesh.dp_group, tp_group=mesh.tp_group, keep_gathered=True, split_backward=False
+    )
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            sharded.zero()
+            sharded.before_last_backward(0)
+            stage(torch.ones(1, 4)).sum().backward()
+            sharded.finish()
+            assert not main_grad_of(stage.unused.weight).any()
+    return [str(warning.message) for warning in said]
+
+
+def test_a_parameter_without_a_gradient_counts_as_zero_and_is_named_once():
+    for said in run_ranks(2, _with_unused):
+        assert [words for words in said if "gradient" in words] == [
+            "FullySharded: no gradient came in for unused.bias, unused.weight; it counts as zero"
+        ]
 
 
 def _too_fine(rank: int, world: int) -> None:

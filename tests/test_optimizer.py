@@ -183,12 +183,11 @@ def test_cosine_lr_warms_up_and_decays():
 
 def _tied_steps(rank: int, world: int, pp: int, last_stage_rank: int) -> list[Tensor]:
     mesh = build_mesh(pp=pp, dp=world // pp, tp=1, timeout_s=30)
-    torch.manual_seed(mesh.pp_rank)
-    first = nn.Parameter(torch.randn(33, 7)) if mesh.pp_rank == 0 else None
-    last = nn.Parameter(torch.randn(33, 7)) if mesh.pp_rank == last_stage_rank else None
+    weight = torch.randn(33, 7, generator=torch.Generator().manual_seed(0))
+    first = nn.Parameter(weight.clone()) if mesh.pp_rank == 0 else None
+    last = nn.Parameter(weight.clone()) if mesh.pp_rank == last_stage_rank else None
     group = tied_group(mesh, last_stage_rank=last_stage_rank, timeout_s=30)
     tied = TiedWeights(first=first, last=last, group=group)
-    tied.copy_weights()
     pairs = (("embedding.weight", first), ("output.weight", last))
     named = [(name, param) for name, param in pairs if param is not None]
     buckets = GradientBuckets(named, dp_group=mesh.dp_group)

@@ -228,7 +228,6 @@ def tied_pipeline(mesh: Mesh, schedule: str) -> tuple[Pipeline, TiedWeights, lis
     named = dict(pipeline.named_parameters())
     group = tied_group(mesh, last_stage_rank=pipeline.rank_of_stage[-1], timeout_s=30)
     tied = TiedWeights(first=named.get("embedding.weight"), last=named.get("output.weight"), group=group)
-    tied.copy_weights()
     return pipeline, tied, ["output.weight"]
 
 

@@ -75,6 +75,22 @@ def test_small_buffers_go_by_tree_and_large_ones_by_levels():
     assert fastest_algorithm(10**8, (0, 0, 1), LINKS) == "ring"
 
 
+@pytest.mark.parametrize(
+    ("nodes", "last_by_tree", "then"),
+    [
+        # What takes as long as a latency of 100 us, at 1.25 GB/s.
+        ((0, 0), 125_000, "ring"),
+        # 1.1 ms of latency; each byte passes once inside, and twice over the link across.
+        ((0, 0, 1, 1), int(1.1e-3 / (1 / 1.25e9 + 2 / 1.25e8)), "hierarchical"),
+    ],
+)
+def test_a_tree_is_chosen_up_to_the_size_at_which_its_bytes_take_longer_than_its_latency(nodes, last_by_tree, then):
+    for num_bytes in (64, last_by_tree // 4, last_by_tree - 10):
+        assert fastest_algorithm(num_bytes, nodes, LINKS) == "tree"
+    for num_bytes in (last_by_tree + 10, 2 * last_by_tree, 512 * 1024, 10**7):
+        assert fastest_algorithm(num_bytes, nodes, LINKS) == then
+
+
 def _measured(rank: int, world: int) -> Links:
     group = dist.group.WORLD
     return measure_links(group, *level_groups(group, (0, 0, 1, 1), timeout_s=20), torch.device("cpu"))

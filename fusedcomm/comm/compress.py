@@ -157,7 +157,7 @@ class Layout:
         return {place.name: flat[place.start : place.stop].view(place.shape) for place in self.places}
 
 
-def lay_out(tensors: Mapping[str, Tensor], device: torch.device) -> Layout:
+def packed_layout(tensors: Mapping[str, Tensor], device: torch.device) -> Layout:
     """These tensors one behind the other."""
     places, start = [], 0
     for name, tensor in tensors.items():

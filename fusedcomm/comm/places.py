@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fusedcomm.comm.turns import Turns
+from fusedcomm.comm.tasks import Turns
 from fusedcomm.errors import PeerError
 from fusedcomm.kernels.await_rows import await_rows
 from fusedcomm.kernels.flags import Chunks, read_status

@@ -50,7 +50,7 @@ class Bucket:
     pending: Callable[[Bucket], None] | None = None
 
 
-def lay_out(named: NamedParams) -> tuple[Tensor, list[Slot]]:
+def allocate_gradients(named: NamedParams) -> tuple[Tensor, list[Slot]]:
     """A buffer of zeros with a slot for each parameter, whose `main_grad` becomes its view."""
     sizes = [-(-param.numel() // ALIGN) * ALIGN for _, param in named]
     device = named[0][1].device if named else torch.device("cpu")

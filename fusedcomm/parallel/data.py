@@ -22,10 +22,10 @@ from fusedcomm.parallel.buckets import (
     Bucket,
     Slot,
     agree_on_order,
+    allocate_gradients,
     check_same,
     cut_into_buckets,
     digest,
-    lay_out,
 )
 from fusedcomm.parallel.shares import Shares
 from fusedcomm.parallel.timing import Planner
@@ -108,7 +108,7 @@ class GradientBuckets:
         for _, param in merged:
             claim_partial_grad(param)
 
-        self._flat, slots = lay_out([*whole, *merged])
+        self._flat, slots = allocate_gradients([*whole, *merged])
         self._slots: dict[Tensor, Slot] = {slot.param: slot for slot in slots}
         self._num_whole = len(whole)
         self._planner = Planner(bucket_mb, window_mb)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import cast
 
@@ -91,6 +92,7 @@ class FullySharded:
                 )
         self._params = {name: param for stage in stages.values() for name, param in stage.named_parameters()}
         self._holders: dict[Tensor, FSDPParam] = {}
+        self._named_without_gradient: set[str] = set()
         device = next((param.device for param in self._params.values()), torch.device("cpu"))
         if device.type == "cpu":
             owners = Owners(bulk_group(dp_group, device))
@@ -139,12 +141,22 @@ class FullySharded:
             param.main_grad = local  # pyright: ignore[reportAttributeAccessIssue]
             if layout_of(param).partial_grad:
                 partial.append(local)
+        self._name_without_gradient()
         if self._tp_group is not None and partial:
             flat = torch.cat([grad.flatten() for grad in partial])
             with span("wait", "gradients_tp", flat.nbytes):
                 dist.all_reduce(flat, group=self._tp_group)
             for grad, total in zip(partial, flat.split([grad.numel() for grad in partial])):
                 grad.copy_(total.view(grad.shape))
+
+    def _name_without_gradient(self) -> None:
+        missing = {name for name, param in self._params.items() if param.grad is None}
+        if new := sorted(missing - self._named_without_gradient):
+            self._named_without_gradient |= missing
+            warnings.warn(
+                f"FullySharded: no gradient came in for {', '.join(new)}; it counts as zero",
+                stacklevel=3,
+            )
 
     def gather_later(self) -> None:
         """The parameters' rows have changed: what evaluation has left gathered is out of date."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.comm.collective import Collective, Pending
-from fusedcomm.comm.compress import lay_out
+from fusedcomm.comm.compress import packed_layout
 from fusedcomm.comm.record import span
 
 
@@ -64,7 +64,7 @@ class Replicas:
     ) -> None:
         self._masters, self._collective, self._world = masters, collective, world
         self._sync_every, self._outer, self._after_change = sync_every, outer, after_change
-        self._layout = lay_out(masters, next(iter(masters.values())).device)
+        self._layout = packed_layout(masters, next(iter(masters.values())).device)
         self._moved = torch.zeros(self._layout.num_elements, dtype=torch.float32, device=self._layout.device)
         if outer is not None:
             self._anchor, self._momentum = torch.empty_like(self._moved), torch.zeros_like(self._moved)

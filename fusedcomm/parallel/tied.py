@@ -35,7 +35,7 @@ class TiedWeights:
     """Keeps the embedding of the first stage and the output weight of the last one equal, bit for bit.
 
     Shapes per rank: `first` and `last` are the copies that this rank holds, None where it holds none; `group`
-    joins the two ranks, and is None where one rank holds both copies or a rank holds neither. Equal copies,
+    joins the two ranks, and is None where one rank holds both copies or a rank holds neither. Copies that start equal,
     equal gradients and one clipping factor give equal updates, so that nothing but the fp32 gradient travels,
     once a step. In the gradient norm the second copy does not count (`Optimizer(counted_elsewhere=...)`).
     """
@@ -48,14 +48,6 @@ class TiedWeights:
                 f"TiedWeights: {len(self._copies)} copies {'without' if group is None else 'and'} a group; a rank "
                 "holds one copy and a group of two ranks, or both copies, or neither"
             )
-
-    @torch.no_grad()
-    def copy_weights(self) -> None:
-        """Make the last stage's copy equal to the first's: once, before the optimizer makes its masters."""
-        if self._group is not None:
-            dist.broadcast(self._copies[0].data, group=self._group, group_src=0)
-        elif self._copies:
-            self._copies[1].copy_(self._copies[0])
 
     @torch.no_grad()
     def sum_gradients(self) -> None:

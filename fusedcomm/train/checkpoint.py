@@ -76,7 +76,8 @@ def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
         raise ValueError(
             f"checkpoint {path}: there is no progress.json; give a complete checkpoint's folder (step-XXXXXXXX)"
         )
-    progress = json.loads((path / "progress.json").read_text())
+    # Those two are missing where they could not be otherwise yet.
+    progress = {"sync": "every_step", "has_sum": False} | json.loads((path / "progress.json").read_text())
     sync = trainer.config.parallel_config.data_parallel.sync
     if trainer.mesh.dp > 1 and progress["sync"] != sync:
         raise ValueError(

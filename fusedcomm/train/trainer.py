@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fusedcomm.comm.collective import bulk_group
-from fusedcomm.comm.compress import Layout, lay_out
+from fusedcomm.comm.compress import Layout, packed_layout
 from fusedcomm.comm.mesh import Mesh
 from fusedcomm.comm.record import Recording, recording, span
 from fusedcomm.comm.ring import chunk_sizes
@@ -297,7 +297,7 @@ class Trainer:
         outer = Outer(data.outer_lr, data.outer_momentum, data.outer_overlap) if data.sync == "diloco" else None
         return Replicas(
             masters,
-            self._open_sums(group, lay_out(masters, self.mesh.device)),
+            self._open_sums(group, packed_layout(masters, self.mesh.device)),
             world=self.mesh.dp,
             sync_every=data.sync_every,
             outer=outer,
