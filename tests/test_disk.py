@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_overlap_forward import assert_same_trajectory, changed
 from torch import Tensor, nn
 
 from fusedcomm.parallel import disk
@@ -150,6 +151,24 @@ def test_an_optimizer_on_disk_is_the_one_in_memory(tmp_path, monkeypatch, dtype)
         assert all(torch.equal(value, state_on_disk[name][key]) for key, value in own.items())
     assert any(own["exp_avg"].abs().sum() > 0 for own in state.values())
     assert list(tmp_path.iterdir()) == []
+
+
+ON_DISK = {
+    "backward+forward": {"overlap": "backward+forward"},
+    "local_sgd": {"sync": "local_sgd", "sync_every": 3},
+    "diloco": {"sync": "diloco", "sync_every": 3},
+    "overlapped diloco": {"sync": "diloco", "sync_every": 1, "outer_overlap": True},
+}
+
+
+@pytest.mark.parametrize("name", ON_DISK)
+def test_modes_that_change_weights_at_other_times_train_alike_on_disk(tmp_path, name):
+    # In bf16, so that masters are on disk too, and on two stages, of which the first has activations to park.
+    raw = changed("model.ffn_hidden", 512, changed("data.seq_len", 96, changed("train.precision", "bf16")))
+    raw = changed("parallel_config.pipeline_parallel", {"depth": 2, "micro_batches": 2}, raw)
+    raw["parallel_config"]["data_parallel"] |= ON_DISK[name]
+    on_disk = changed("train.offload", {"activations": "disk", "optimizer": "disk", "folder": str(tmp_path)}, raw)
+    assert_same_trajectory(raw, on_disk, 4, jitter_seed=1)
 
 
 def test_tensors_in_files_are_used_part_by_part(tmp_path, monkeypatch):

@@ -217,6 +217,12 @@ LAYOUTS = {
     "bf16": tiny(2, 1, 2, train__precision="bf16"),
     "bf16, dp": tiny(1, 2, 2, train__precision="bf16"),
     "fp16": tiny(1, 2, 2, train__precision="fp16", train__loss_scale={"initial": 1024.0}),
+    **{
+        f"two nodes, {algorithm}": tiny(
+            1, 4, 1, data_parallel__algorithm=algorithm, data_parallel__ranks_per_node=2, data_parallel__bucket_mb=0.01
+        )
+        for algorithm in ("ring", "hierarchical", "auto")
+    },
 }
 
 
