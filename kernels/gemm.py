@@ -96,7 +96,8 @@ def launch(
     signals = (chunks.starts, chunks.flags, chunks.epoch) if chunks else (None, None, None)
     rank, world, num_chunks = (chunks.rank, chunks.world, chunks.num_chunks) if chunks else (0, 1, 1)
     tile_columns = config.tile_n // 2 if epilogue.activation == "swiglu" else config.tile_n
-    num_tiles = triton.cdiv(M, config.tile_m) * sum(triton.cdiv(count, tile_columns) for count in columns)
+    num_tiles_n = sum(triton.cdiv(count, tile_columns) for count in columns)
+    num_tiles = triton.cdiv(M, config.tile_m) * num_tiles_n
     residual = epilogue.residual
     gemm_kernel[(min(num_programs, num_tiles),)](
         _operand(x, loads.x, (config.tile_m, config.tile_k)),
@@ -127,7 +128,7 @@ def launch(
         TILE_M=config.tile_m,
         TILE_N=config.tile_n,
         TILE_K=config.tile_k,
-        GROUP_M=config.group_for(M // num_chunks),
+        GROUP_M=config.group_for(M // num_chunks, num_tiles_n, num_programs),
         ACTIVATION=epilogue.activation,
         UPCAST=INTERPRETED and x.dtype == torch.bfloat16,
         num_warps=config.num_warps,

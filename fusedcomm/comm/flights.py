@@ -119,7 +119,7 @@ class FlightTransport(ABC):
 
     def refuse_if_failed(self, op: str) -> None:
         """PeerError if an earlier call is known to have failed."""
-        if self._known_status[0]:
+        if self._error is None and self._known_status[0]:
             self.check()
         if self._error is not None:
             rank, chunk = (self._error.rank, self._error.chunk) if isinstance(self._error, PeerError) else (-1, -1)

@@ -53,7 +53,8 @@ class TiledGemm:
 
     def group_m(self, pieces: int) -> int:
         """As `kernels.gemm.launch` has it."""
-        return self.config.group_for(sum(self.sizes) // (len(self.sizes) * pieces))
+        chunk_rows = sum(self.sizes) // (len(self.sizes) * pieces)
+        return self.config.group_for(chunk_rows, self.num_tiles_n, self.num_programs)
 
 
 @dataclass(frozen=True)

@@ -101,3 +101,18 @@ def test_smaller_tiles_where_larger_ones_leave_the_last_wave_idle(rows, columns,
     ]
     config = min(grids, key=lambda grid: relative_time(grid, rows, columns)).config
     assert (config.tile_m, config.tile_n) == tiles
+
+
+@pytest.mark.parametrize(
+    ("chunk_rows", "num_tiles_n", "group_m"),
+    [
+        # A wave of 132 tiles spans 5 tile rows by itself, or 2 unless they are grouped.
+        (256, 26, 2),
+        (256, 64, 4),
+        (64, 64, 4),
+        (512, 64, 4),
+        (4096, 64, 8),
+    ],
+)
+def test_groups_keep_to_chunks_unless_a_wave_would_span_too_few_rows(chunk_rows, num_tiles_n, group_m):
+    assert GemmConfig().group_for(chunk_rows, num_tiles_n, 132) == group_m

@@ -21,11 +21,11 @@ def new_counters(chunks: Chunks) -> torch.Tensor:
     return torch.zeros(chunks.num_chunks, dtype=torch.int32)
 
 
-def publication_order(chunks: Chunks, num_tiles_n: int) -> list[int]:
+def publication_order(chunks: Chunks, num_tiles_n: int, num_programs: int) -> list[int]:
     """The chunks with rows, in the order in which one program finishes them."""
     pieces = chunks.num_chunks // chunks.world
     starts = chunks.starts.tolist()
-    group_m = CONFIG.group_for(starts[-1] // chunks.num_chunks)
+    group_m = CONFIG.group_for(starts[-1] // chunks.num_chunks, num_tiles_n, num_programs)
     tiles = scatter_order(starts[::pieces], chunks.rank, num_tiles_n, tile_m=CONFIG.tile_m, group_m=group_m)
     finished = {
         chunk: place
@@ -51,7 +51,7 @@ def test_matmul_reduce_scatter_publishes_chunks_that_are_complete(rank, sizes, p
     rows = sum(sizes)
     chunks = make_chunks(rank, sizes, pieces)
     counters = new_counters(chunks)
-    order = order or publication_order(chunks, num_tiles_n=4)
+    order = order or publication_order(chunks, num_tiles_n=4, num_programs=1)
     y_partial, received = poisoned(rows, 100, dtype=dtype), poisoned(rows, 100, dtype=dtype)
     w = torch.randn(100, 70, generator=generator).to(dtype)
     for epoch in WRAPPING_EPOCHS:
@@ -75,8 +75,8 @@ def test_matmul_reduce_scatter_publishes_chunks_that_are_complete(rank, sizes, p
 
 
 def test_publication_order_is_the_ring_from_the_next_rank_on():
-    assert publication_order(make_chunks(1, [64, 64, 64]), 3) == [2, 0, 1]
-    assert publication_order(make_chunks(0, [32, 96, 32, 64], pieces=2), 1) == [2, 3, 4, 5, 6, 7, 0, 1]
+    assert publication_order(make_chunks(1, [64, 64, 64]), 3, 1) == [2, 0, 1]
+    assert publication_order(make_chunks(0, [32, 96, 32, 64], pieces=2), 1, 1) == [2, 3, 4, 5, 6, 7, 0, 1]
 
 
 @settings(deadline=None, max_examples=15)
