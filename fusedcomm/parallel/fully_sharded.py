@@ -38,6 +38,8 @@ def fully_shard_stage(
     given back after its backward, units also between forward and backward; with `keep_gathered` all of it only after
     the step's last backward. Sums are in fp32.
     """
+    # It may be, and torch warns of what would modify it in place, as no loss and no transfer does.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     layouts = {name: layout_of(param) for name, param in stage.named_parameters()}
     with torch.no_grad():
         for param in stage.parameters():
