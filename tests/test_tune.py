@@ -34,6 +34,7 @@ from fusedcomm.tune.cost import (
     chunked,
     expected_s,
     fastest_algorithm,
+    fused,
     worth_timing,
 )
 from fusedcomm.tune.links import measure_links
@@ -114,6 +115,10 @@ def test_only_what_may_be_fastest_is_timed():
     # Pieces that cost as much as the GEMM are best few.
     costly = worth_timing(options, Seconds(serial=1.1, wire=0.1, piece=0.5), directions=(), nodes=[0] * 4)
     assert [option.num_chunks for option in costly[1:]] == [1, 2]
+    # One kernel has no pieces.
+    options.append(fused("timed", world=4, rows=10**5))
+    costly = worth_timing(options, Seconds(serial=1.1, wire=0.1, piece=0.5), directions=(), nodes=[0] * 4)
+    assert [option.method for option in costly[1:]] == ["fused"]
 
 
 def test_directions_are_timed_where_they_differ():
@@ -151,6 +156,7 @@ CASES = {
         [{"serial": 0.03, 2: 0.05, 3: 0.01}, {"serial": 0.03, 2: 0.004, 3: 0.01}],
         ("chunked", 3),
     ),
+    "one kernel is faster": ([{"serial": 0.03, 2: 0.02, "fused": 0.004}] * 2, ("fused", 2)),
 }
 
 
@@ -161,7 +167,7 @@ def run_tuner(rank, world, seconds, folder, kind):
 
     def run(choice):
         runs.append(choice)
-        way = "serial" if choice.method == "serial" else choice.num_chunks
+        way = choice.num_chunks if choice.method == "chunked" else choice.method
         time.sleep(seconds[rank].get(way, 0.03))
 
     arguments = {
@@ -173,10 +179,16 @@ def run_tuner(rank, world, seconds, folder, kind):
         "weight_bytes": 1,
         "directions": ("ring",),
         "device": torch.device("cpu"),
+        "can_fuse": True,
         "run": run,
     }
-    # The machine's real rate varies with what else runs on it, and another link would be timed anew.
-    with patch.object(Tuner, "_measure_link", lambda self, device: cache._Link([0] * world, 1000.0)):
+    # The machine's real rate varies with what else runs on it, and another link would be timed anew. On a GPU there may
+    # be a transport for the one kernel.
+    carrier = "symmetric" if "fused" in seconds[rank] else ""
+    with (
+        patch.object(Tuner, "_measure_link", lambda self, device: cache._Link([0] * world, 1000.0)),
+        patch.object(Tuner, "_carrier", lambda self, op, device: carrier),
+    ):
         first = tuner.choose("op", "auto", **arguments)
         num_timed = len(runs)
         assert tuner.choose("op", "auto", **arguments) == first

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from fusedcomm.comm.channel import channel_of
 
 # Those that the kernels compute in.
-_FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -60,7 +60,7 @@ def check_matrix_inputs(op: str, x_name: str, x: Tensor, weights: Sequence[Tenso
 
 def check_fused_dtype(op: str, dtype: torch.dtype) -> None:
     """ValueError for a dtype that `method="fused"` cannot compute in."""
-    if dtype not in _FUSED_DTYPES:
+    if dtype not in FUSED_DTYPES:
         raise ValueError(
             f"{op}: method='fused' computes in float32, bfloat16 or float16 but x has {dtype}; "
             "cast it, or use method='chunked'"

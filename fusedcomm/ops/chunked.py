@@ -8,7 +8,7 @@ but hands all rows over at once: it is the baseline that overlap is measured aga
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from fusedcomm.comm.pool import STAGING
 from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.comm.ring import Chunk, Direction, all_gather_steps, reduce_scatter_steps
 from fusedcomm.comm.transport import FlagTransport, flag_transport_of, open_exchange
-from fusedcomm.ops.check import check_fused_dtype, refusing
+from fusedcomm.ops.check import FUSED_DTYPES, check_fused_dtype, refusing
 from fusedcomm.tune.cache import tuner_of
 from fusedcomm.tune.cost import Choice
 
@@ -95,6 +95,14 @@ def run_by(
     rows = sum(sizes) * travel[0]
     shapes = f"{list(sizes)} x {list(travel)} {str(like.dtype).removeprefix('torch.')}"
     sizes = tuple(sizes)
+
+    def call_of(choice: Choice) -> Call:
+        with refusing(op, group):
+            if choice.method != "fused":
+                return Call(op, group, sizes, choice)
+            check_fused_dtype(op, like.dtype)
+            return Call(op, group, sizes, choice, flag_transport_of(group, op, like.device, choice.transport))
+
     choice = tuner_of(group).choose(
         op,
         method,
@@ -105,13 +113,10 @@ def run_by(
         weight_bytes=sum(local) * travel[1] * like.element_size(),
         directions=directions,
         device=like.device,
-        run=lambda choice: run(Call(op, group, sizes, choice)),
+        can_fuse=like.dtype in FUSED_DTYPES,
+        run=lambda choice: run(call_of(choice)),
     )
-    call = Call(op, group, sizes, choice)
-    with refusing(op, group):
-        if choice.method == "fused":
-            check_fused_dtype(op, like.dtype)
-            call = replace(call, transport=flag_transport_of(group, op, like.device, choice.transport))
+    call = call_of(choice)
     note_path(call.path(like.device))
     return run(call)
 

@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup
 from fusedcomm.comm.channel import Channel, channel_of
 from fusedcomm.comm.hierarchical import node_of_each_rank
 from fusedcomm.comm.ring import Direction
+from fusedcomm.comm.transport import flag_transport_of
 from fusedcomm.tune.cost import (
     Choice,
     Seconds,
@@ -75,14 +76,15 @@ class Tuner:
         weight_bytes: int,
         directions: Sequence[Direction],
         device: torch.device,
+        can_fuse: bool,
         run: Callable[[Choice], object],
     ) -> Choice:
         """How this call is to run; every rank of the group calls it.
 
         `rows` are those of the GEMM; `shapes`, which must be the same on all ranks, and `local`, which need not, say
         what makes a call of one kind. A rank sends `wire_bytes` and multiplies by `weight_bytes`; its rows could take
-        `directions` instead of pairs. `run` does the whole op in a given way; it is called only when the candidates
-        have to be timed.
+        `directions` instead of pairs. `can_fuse` says whether one kernel could do it. `run` does the whole op
+        in a given way; it is called only when the candidates have to be timed.
         """
         check_method(method)
         world = self._channel.world
@@ -103,11 +105,25 @@ class Tuner:
             self._channel.check_same(op, f"{op}: auto, {shapes}", device)
             if self._link is None:
                 self._link = self._measure_link(device)
+            carrier = self._carrier(op, device) if can_fuse else ""
+            if carrier:
+                options.append(fused("timed", world=world, rows=rows, transport=carrier))
             wire_s = wire_bytes * 8e-6 / self._link.mbit_per_s
             piece_s = _PIECE_S[device.type] + weight_bytes / _MEMORY_BYTES_PER_S[device.type]
             timed = partial(self._time, options, wire_s, piece_s, directions, self._link.nodes, device, run)
-            self._known[key] = self._agree(key, self._link, timed)
+            self._known[key] = self._agree(f"{key}, fused by {carrier or 'none'}", self._link, timed)
         return self._known[key]
+
+    def _carrier(self, op: str, device: torch.device) -> str:
+        """The transport of fused calls: symmetric memory or none. On a CPU kernels are interpreted."""
+        if device.type == "cpu":
+            return ""
+        try:
+            # By no other: over NCCL no GPU has run it.
+            return flag_transport_of(self._channel.group, op, device, "symmetric").name
+        except ValueError:
+            # All ranks learn of it: the others are timed.
+            return ""
 
     def _agree(self, key: str, link: _Link, timed: Callable[[], Choice]) -> Choice:
         path = _cache_path(f"{key}; hosts {link.nodes}")

@@ -173,18 +173,28 @@ def expected_s(num_chunks: int, seconds: Seconds, world: int) -> float:
     return max(gemm + num_pieces * seconds.piece, wire + last_chunk + seconds.piece)
 
 
+def expected_fused_s(num_chunks: int, seconds: Seconds, world: int) -> float:
+    """Of a fused call: the longer of GEMM and wire, and what nothing can hide of the other; no piece costs more."""
+    wire = min(seconds.wire, seconds.serial)
+    gemm = seconds.serial - wire
+    return max(gemm, wire + gemm / world / num_chunks)
+
+
 def worth_timing(
     options: Sequence[Choice], seconds: Seconds, *, directions: Sequence[Direction], nodes: Sequence[int]
 ) -> list[Choice]:
-    """Those of the `candidates` that may be the fastest, and the other `directions` with the best of them.
+    """Those of the `candidates`, and of fused ones, that may be the fastest, and the other `directions` with the best.
 
     Which direction is best depends on which ranks share which links, which only timing tells; but in a ring of two
     there is one way, and going by `nodes`, one entry a rank, needs several with equally many ranks each.
     """
     world = len(nodes)
-    expected = {option: expected_s(option.num_chunks, seconds, world) for option in options[1:]}
-    best = min(expected, key=expected.__getitem__)
-    worth = [option for option in expected if expected[option] <= _WORTH * expected[best]]
+    models = {"chunked": expected_s, "fused": expected_fused_s}
+    expected = {option: models[option.method](option.num_chunks, seconds, world) for option in options[1:]}
+    limit_s = _WORTH * min(expected.values())
+    worth = [option for option in expected if expected[option] <= limit_s]
+    # What a direction is tried with.
+    best = min((option for option in expected if option.method == "chunked"), key=expected.__getitem__)
     for direction in directions:
         if direction == "by_node":
             counts = {nodes.count(node) for node in nodes}
