@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch import Tensor
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Torch is imported once, by the fork server; a rank then starts in milliseconds.
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "fusedcomm.ops"])
+# Of a rank of the pool: each group has three.
+_MAX_THREADS = 150
 
 
 class RankFailure(AssertionError):
@@ -87,6 +90,12 @@ class RankPool:
         error.trace = trace
         return error
 
+    @property
+    def is_worn(self) -> bool:
+        """Whether so many groups were made that gloo's threads for them, which never end, take time of their own."""
+        threads = [Path(f"/proc/{process.pid}/task") for process in self.processes]
+        return any(folder.exists() and len(list(folder.iterdir())) > _MAX_THREADS for folder in threads)
+
     def close(self) -> None:
         for process in self.processes:
             process.kill()
@@ -123,7 +132,7 @@ def run_ranks(
         pool = _pools.pop(world, None) or RankPool(world)
     results = pool.run(function, args, timeout_s)
     errors = {rank: value for rank, value in enumerate(results) if isinstance(value, BaseException)}
-    if errors or fresh_timeout_s is not None:
+    if errors or fresh_timeout_s is not None or pool.is_worn:
         pool.close()
     else:
         _pools[world] = pool
