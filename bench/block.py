@@ -116,7 +116,7 @@ class Block(ABC):
         x = x.detach().requires_grad_()
         leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
         y = forward(x, leaves)
-        dx, *grads = torch.autograd.grad(y, [x, *leaves.values()], dy)
+        dx, *grads = torch.autograd.grad(loss_of(y, dy), [x, *leaves.values()])
         return {"y": y.detach(), "dx": dx, **{f"d_{name}": grad for name, grad in zip(leaves, grads)}}
 
     def _one_after_the_other(self, column: Column, row: Row) -> Forward:
@@ -162,7 +162,7 @@ class Block(ABC):
             model.zero_grad()
             x = self._x.detach().requires_grad_()
             y = model(x)
-            y.backward(self._dy)
+            loss_of(y, self._dy).backward()
             assert x.grad is not None
             # "mlp.gate.weight": the weight `gate`.
             grads = {f"d_{name.split('.')[-2]}": _local_grad(param) for name, param in model.named_parameters()}
@@ -214,6 +214,14 @@ class _PretendScatter(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return ctx.dy_full, None, None
+
+
+def loss_of(y: Tensor, dy: Tensor) -> Tensor:
+    """A loss whose gradient is `dy`: backward begins when all of y is there, as the layers in between would have it.
+
+    With y's gradient at hand, functional collectives (DTensor's too) would let backward begin while y still travels.
+    """
+    return (y * dy).sum()
 
 
 def _all_products(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
