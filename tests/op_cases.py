@@ -88,13 +88,13 @@ class Wgrads:
     def __init__(self) -> None:
         self.items = []
 
-    def __call__(self, weight, compute) -> None:
-        self.items.append((weight, compute))
+    def __call__(self, weight, gradient) -> None:
+        self.items.append((weight, gradient))
 
     def run(self) -> None:
-        for weight, compute in self.items:
+        for weight, gradient in self.items:
             assert weight.grad is None
-            weight.grad = compute()
+            weight.grad = gradient.compute()
 
 
 def drawer(case: Case, dtype: torch.dtype, absolute: bool):

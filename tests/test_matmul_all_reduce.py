@@ -92,14 +92,14 @@ def run_case(rank: int, world: int, case: Case):
         w,
         group=dist.group.WORLD,
         bias=b if case.bias else None,
-        defer_wgrad=(lambda weight, compute: deferred.append((weight, compute))) if case.defer else None,
+        defer_wgrad=(lambda weight, gradient: deferred.append((weight, gradient))) if case.defer else None,
         method=case.method,
     )
     y.backward(dy)
-    for weight, compute in deferred:
+    for weight, gradient in deferred:
         assert weight is w
         assert weight.grad is None
-        weight.grad = compute()
+        weight.grad = gradient.compute()
     return [y.detach(), x.grad, w.grad, *([b.grad] if case.bias else [])]
 
 

@@ -203,13 +203,13 @@ def test_dropout_is_the_same_for_every_tp(world):
 
 def checkpointed(rank, world, config, tokens, labels, defer):
     deferred = []
-    tp = tensor_parallel(defer_wgrad=(lambda weight, compute: deferred.append((weight, compute))) if defer else None)
+    tp = tensor_parallel(defer_wgrad=(lambda weight, gradient: deferred.append((weight, gradient))) if defer else None)
     model = Transformer(config, tp=tp, seed=3)
     with recording() as record:
         train_step([model], tokens, labels)
     names = {param: name for name, param in model.named_parameters()}
-    for weight, compute in deferred:
-        weight.grad = compute() if weight.grad is None else weight.grad + compute()
+    for weight, gradient in deferred:
+        weight.grad = gradient.compute() if weight.grad is None else weight.grad + gradient.compute()
     return shards(model, "grad"), dict(record.paths), sorted(names[weight] for weight, _ in deferred)
 
 

@@ -56,7 +56,7 @@ def run_both(rank, world, method, save, dtype, rows, late_rank, defer):
         deferred = []
         options = {"method": method, "save": save}
         if defer:
-            options["defer_wgrad"] = lambda weight, compute, deferred=deferred: deferred.append((weight, compute))
+            options["defer_wgrad"] = lambda weight, gradient, deferred=deferred: deferred.append((weight, gradient))
         if rank == late_rank:
             time.sleep(0.05)
         if run == "whole":
@@ -66,9 +66,9 @@ def run_both(rank, world, method, save, dtype, rows, late_rank, defer):
         if rank == late_rank:
             time.sleep(0.05)
         sum((y * y).sum() for y in ys).backward()
-        for weight, compute in deferred:
+        for weight, gradient in deferred:
             assert weight.grad is None
-            weight.grad = compute()
+            weight.grad = gradient.compute()
         results.append([y.detach() for y in ys] + [t.grad for tensors in blocks for t in tensors])
     return [torch.equal(a, b) for a, b in zip(*results)]
 

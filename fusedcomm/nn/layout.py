@@ -27,8 +27,7 @@ class TensorParallel:
         group: the tensor-parallel ranks; one rank is enough.
         method: how the ops run: "auto", "serial", "chunked", "fused" or "fused:TRANSPORT".
         save: "shard" gathers the input of a column-parallel layer again in backward, "gathered" keeps it.
-        defer_wgrad: receives each weight and a closure that computes its gradient, for schedules that split
-            backward.
+        defer_wgrad: is handed each weight and its gradient, still to be computed, in backward.
     """
 
     group: ProcessGroup

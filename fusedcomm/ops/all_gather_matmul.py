@@ -17,7 +17,7 @@ from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.ops.activation import Activation, activate, check_activation
 from fusedcomm.ops.check import check_matrix_inputs, check_sizes, refusing, row_dim
 from fusedcomm.ops.chunked import GATHER_DIRECTIONS, Call, Gather, Scatter, flat, run_by
-from fusedcomm.ops.wgrad import DeferWgrad, check_defer, local_linear
+from fusedcomm.ops.wgrad import DeferWgrad, WeightGradient, check_defer, local_linear
 from fusedcomm.tune.cost import check_method
 
 _OP = "all_gather_matmul"
@@ -217,7 +217,7 @@ def _backward(
                 dx = scatter.finish()
         if gather is not None and not call.is_serial:
             x_full = gather.complete()
-        dws = [weight_gradient(grad, x_full) for grad in grads] if need_w and not defer else []
+        dws = [WeightGradient(grad, [x_full]).compute() for grad in grads] if need_w and not defer else []
         if gather is not None:
             gather.release()
         if scatter is not None and not call.is_serial:
@@ -241,12 +241,6 @@ def scatter_input_gradient(
                 matrix.addmm_(flat(grad, start, stop), w)
             if grad_full is not None:
                 out += grad_full[start:stop]
-
-
-def weight_gradient(grad: Tensor, x_full: Tensor) -> Tensor:
-    """`dy.T @ x`."""
-    with span("compute", f"{_OP} dw"):
-        return flat(grad.contiguous()).t() @ flat(x_full)
 
 
 @torch.library.custom_op("fusedcomm::all_gather_matmul", mutates_args=())
@@ -394,6 +388,6 @@ class _DeferredAllGatherMatmul(Function):
         assert x_full is not None
         for weight, grad in zip(ctx.weights, grads):
             if weight.requires_grad:
-                ctx.defer_wgrad(weight, lambda grad=grad: weight_gradient(grad, x_full))
+                ctx.defer_wgrad(weight, WeightGradient(grad, [x_full]))
         dbs = [grad.sum((0, 1)) for grad in grads[: ctx.num_biases]]
         return dx, None, None, None, None, None, None, *(None for _ in weights), *dbs

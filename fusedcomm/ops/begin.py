@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -22,12 +21,11 @@ from torch.distributed import ProcessGroup
 from fusedcomm.comm.record import Path, note_path
 from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.ops.activation import Activation, activate
-from fusedcomm.ops.all_gather_matmul import Save, multiply_gathered, scatter_input_gradient, weight_gradient
+from fusedcomm.ops.all_gather_matmul import Save, multiply_gathered, scatter_input_gradient
 from fusedcomm.ops.check import check_matrix_inputs, check_sizes, refusing
 from fusedcomm.ops.chunked import Call, Gather, Scatter
 from fusedcomm.ops.matmul_reduce_scatter import check_inputs, multiply_gathered_gradient, scatter_products
-from fusedcomm.ops.matmul_reduce_scatter import weight_gradient as output_weight_gradient
-from fusedcomm.ops.wgrad import DeferWgrad, local_linear
+from fusedcomm.ops.wgrad import DeferWgrad, WeightGradient, local_linear
 from fusedcomm.tune.cost import Choice, check_method, chunked, is_fused, serial
 
 
@@ -204,9 +202,9 @@ class _FinishGather(Function):
         dws: list[Tensor | None] = [None] * len(weights)
         for index, (weight, grad) in enumerate(zip(ctx.weights, grads)):
             if trained[index] and defer_wgrad is not None:
-                defer_wgrad(weight, lambda grad=grad: weight_gradient(grad, x_full))
+                defer_wgrad(weight, WeightGradient(grad, [x_full]))
             elif trained[index]:
-                dws[index] = weight_gradient(grad, x_full)
+                dws[index] = WeightGradient(grad, [x_full]).compute()
         if gather is not None:
             gather.release()
         dbs = [grad.sum((0, 1)) for grad in grads[: ctx.num_biases]]
@@ -244,7 +242,7 @@ class _BeginScatter(Function):
             gather, xs, w, activation, need_x=any(need_xs), need_w=need_w and defer_wgrad is None
         )
         if need_w and defer_wgrad is not None:
-            defer_wgrad(ctx.weight, partial(output_weight_gradient, gather.full, xs, activation))
+            defer_wgrad(ctx.weight, WeightGradient(gather.full, xs, activation))
         return dw, None, *(dxs or [None] * len(xs))
 
 

@@ -17,7 +17,7 @@ from fusedcomm.comm.ring import Chunk, Step, all_reduce_blocks, chunk_sizes
 from fusedcomm.comm.transport import open_exchange
 from fusedcomm.ops.check import check_matrix_inputs, refusing
 from fusedcomm.ops.chunked import Call, ordered_sum, run_by
-from fusedcomm.ops.wgrad import DeferWgrad, check_defer, local_linear
+from fusedcomm.ops.wgrad import DeferWgrad, WeightGradient, check_defer, local_linear
 from fusedcomm.tune.cost import check_method
 
 _OP = "matmul_all_reduce"
@@ -299,7 +299,7 @@ class _DeferredMatmulAllReduce(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, w = ctx.saved_tensors
         if ctx.weight.requires_grad:
-            ctx.defer_wgrad(ctx.weight, lambda: grad.t() @ x)
+            ctx.defer_wgrad(ctx.weight, WeightGradient(grad, [x]))
         dx = grad @ w if ctx.needs_input_grad[0] else None
         db = grad.sum(0) if ctx.needs_input_grad[2] else None
         return dx, None, db, None, None, None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from math import prod
 from typing import Any, cast
 
@@ -18,7 +17,7 @@ from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.ops.activation import Activation, activate, check_activation, differentiate
 from fusedcomm.ops.check import check_matrix_inputs, check_sizes, refusing, row_dim
 from fusedcomm.ops.chunked import GATHER_DIRECTIONS, Call, Gather, Scatter, flat, run_by
-from fusedcomm.ops.wgrad import DeferWgrad, check_defer, local_linear
+from fusedcomm.ops.wgrad import DeferWgrad, WeightGradient, check_defer, local_linear
 from fusedcomm.tune.cost import check_method
 
 _OP = "matmul_reduce_scatter"
@@ -313,11 +312,6 @@ class _DeferredMatmulReduceScatter(Function):
         )
         assert grad_full is not None
         if ctx.weight.requires_grad:
-            ctx.defer_wgrad(ctx.weight, partial(weight_gradient, grad_full, xs, ctx.input_activation))
+            ctx.defer_wgrad(ctx.weight, WeightGradient(grad_full, xs, ctx.input_activation))
         db = grad.sum((0, 1)) if ctx.needs_input_grad[1] else None
         return None, db, None, None, None, None, None, *(dxs or [None] * len(xs))
-
-
-def weight_gradient(grad_full: Tensor, xs: Sequence[Tensor], input_activation: Activation | None) -> Tensor:
-    """`dy.T @ activation(x)`, of all rows at once."""
-    return flat(grad_full).t() @ activate(input_activation, [flat(x) for x in xs])

@@ -18,6 +18,7 @@ from fusedcomm.comm.plan import Piece
 from fusedcomm.comm.queue import TransferQueue
 from fusedcomm.comm.record import span
 from fusedcomm.nn.layout import claim_partial_grad, layout_of
+from fusedcomm.ops.wgrad import WeightGradient
 from fusedcomm.parallel.buckets import (
     Bucket,
     Slot,
@@ -135,8 +136,11 @@ class GradientBuckets:
         self._named_without_gradient: set[str] = set()
         self.zero()
 
-    def accumulate(self, param: Tensor, grad: Tensor) -> None:
-        """Add one contribution to `param.main_grad`: a deferred one, as autograd's come in by themselves."""
+    def accumulate(self, param: Tensor, grad: Tensor | WeightGradient) -> None:
+        """Add one contribution to `param.main_grad`, or compute it there: the `defer_wgrad` of ops and layers.
+
+        What autograd computes comes in by itself.
+        """
         slot = self._slots.get(param)
         if slot is None:
             raise ValueError(
@@ -154,12 +158,13 @@ class GradientBuckets:
                 f"after its bucket was sent with {slot.num_contributions}; call zero() after each optimizer step, and "
                 "count_again() before a step with more micro-batches or other uses of a module"
             )
-        with torch.no_grad():
-            # The first one overwrites what the step before left.
-            if slot.num_contributions == 0:
-                slot.grad.copy_(grad)
-            else:
-                slot.grad.add_(grad)
+        # The first one overwrites what the step before left.
+        is_first = slot.num_contributions == 0
+        if isinstance(grad, WeightGradient):
+            grad.add_to(slot.grad, overwrite=is_first)
+        else:
+            with torch.no_grad():
+                slot.grad.copy_(grad) if is_first else slot.grad.add_(grad)
         slot.num_contributions += 1
         slot.ready_s = time.perf_counter()
         if self._counted and slot.num_contributions == slot.num_expected:

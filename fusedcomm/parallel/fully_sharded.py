@@ -21,6 +21,7 @@ from fusedcomm.comm.collective import bulk_group
 from fusedcomm.comm.owners import Owners
 from fusedcomm.comm.record import span
 from fusedcomm.nn.layout import claim_partial_grad, layout_of, set_layout
+from fusedcomm.ops.wgrad import WeightGradient
 
 
 def fully_shard_stage(
@@ -110,16 +111,17 @@ class FullySharded:
         for stage in self._stages.values():
             self._let_sums_leave(stage, False)
 
-    def accumulate(self, param: Tensor, grad: Tensor) -> None:
-        """Add a weight gradient that was put off; `param` is the gathered parameter, as the layer had it."""
+    def accumulate(self, param: Tensor, grad: WeightGradient) -> None:
+        """Compute a gradient that was put off; `param` is the gathered parameter, as the layer had it."""
         if param not in self._holders:
             groups = [group for stage in self._stages.values() for group in _groups(stage)]
             self._holders = {held.unsharded_param: held for group in groups for held in group.fsdp_params}
         held = self._holders[param]
         if held.unsharded_accumulated_grad is None:
-            held.unsharded_accumulated_grad = grad.float()
+            held.unsharded_accumulated_grad = torch.empty_like(param, dtype=torch.float32, requires_grad=False)
+            grad.add_to(held.unsharded_accumulated_grad, overwrite=True)
         else:
-            held.unsharded_accumulated_grad += grad
+            grad.add_to(held.unsharded_accumulated_grad)
 
     def before_last_backward(self, stage: int) -> None:
         if not self._split_backward:

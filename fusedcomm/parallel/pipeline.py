@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -125,8 +125,8 @@ class Pipeline:
         for module in self.stages.values():
             yield from module.named_parameters()
 
-    def accumulate_into(self, accumulate: Callable[[Tensor, Tensor], None]) -> None:
-        """Hand put off gradients to `accumulate(param, grad)`: that of `GradientBuckets`, which must see them all."""
+    def accumulate_into(self, accumulate: DeferWgrad) -> None:
+        """Hand put off gradients to `accumulate`: that of `GradientBuckets`, which must see them all."""
         for queue in self._queues.values():
             queue.accumulate = accumulate
 

@@ -7,34 +7,35 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fusedcomm.ops.wgrad import DeferWgrad, WeightGradient
+
 
 class WgradQueue:
     """Holds the weight-gradient GEMMs of a stage until its schedule has time for them.
 
     `put` is what ops and layers take as `defer_wgrad`; `take`, called after each backward, returns a function that
     computes what that backward put off, each GEMM once (the `dw_builder` of a torch `PipelineStage`).
-    `accumulate(param, grad)` receives the gradients: `GradientBuckets.accumulate`, or `add_to_grad`.
+    `accumulate` is handed them then, and computes them where it keeps gradients: that of `GradientBuckets` or of
+    `FullySharded`, or `add_to_grad`.
     """
 
-    def __init__(self, accumulate: Callable[[Tensor, Tensor], None]) -> None:
+    def __init__(self, accumulate: DeferWgrad) -> None:
         self.accumulate = accumulate
-        self._pending: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        self._pending: list[tuple[Tensor, WeightGradient]] = []
 
-    def put(self, weight: Tensor, compute: Callable[[], Tensor]) -> None:
-        """Put off the gradient of `weight`; `compute` keeps its activations until it has run."""
-        self._pending.append((weight, compute))
+    def put(self, weight: Tensor, gradient: WeightGradient) -> None:
+        """Put off the gradient of `weight`; its activations are kept until it has been computed."""
+        self._pending.append((weight, gradient))
 
     def take(self) -> Callable[[], None]:
         """Everything put off since the last call, as one function to be called once."""
         taken, self._pending = self._pending, []
         taken.reverse()
 
-        @torch.no_grad()
         def run() -> None:
             # Popping frees each GEMM's activations as soon as it is done.
             while taken:
-                weight, compute = taken.pop()
-                self.accumulate(weight, compute())
+                self.accumulate(*taken.pop())
 
         return run
 
@@ -42,7 +43,10 @@ class WgradQueue:
         return len(self._pending)
 
 
-@torch.no_grad()
-def add_to_grad(param: Tensor, grad: Tensor) -> None:
+def add_to_grad(param: Tensor, gradient: WeightGradient) -> None:
     """What autograd does with a leaf's gradient, but without its hooks."""
-    param.grad = grad.to(param.dtype) if param.grad is None else param.grad.add_(grad)
+    if param.grad is None:
+        param.grad = torch.empty_like(param, requires_grad=False)
+        gradient.add_to(param.grad, overwrite=True)
+    else:
+        gradient.add_to(param.grad)
