@@ -16,7 +16,7 @@ from fusedcomm.kernels.gemm import Loads, launch
 def all_gather_matmul(
     x_full: Tensor,
     w: Tensor | Sequence[Tensor],
-    y: Tensor,
+    y: Tensor | Sequence[Tensor],
     *,
     chunks: Chunks,
     status: Tensor,
@@ -28,7 +28,7 @@ def all_gather_matmul(
     """Writes `activation(x_full @ w.T + bias) + residual` into `y`, each tile once the chunks of its rows are here.
 
     x_full [M, K]: our own rows are there and flagged, those of peers arrive while the kernel runs, in any
-    order, best rank+1, rank+2, ... w [N, K], or up to three weights, is this rank's share of N; y [M, N].
+    order, best rank+1, rank+2, ... w [N, K] is this rank's share of N; y [M, N]. Several of both as for `gemm`.
 
     A tile waits for every chunk that it touches, for each at most `timeout_us` (on NVIDIA's clock; elsewhere that
     many polls). If one does not come, the kernel records it in `status` ([4] int32, zero before; `read_status`),
@@ -37,14 +37,14 @@ def all_gather_matmul(
     Source: Flux (Chang et al., 2024) and the fused kernels of Triton-distributed.
     """
     op = "all_gather_matmul"
-    weights = check_matmul(op, x_full, w, y, epilogue=epilogue, num_programs=num_programs)
+    weights, outputs = check_matmul(op, x_full, w, y, epilogue=epilogue, num_programs=num_programs)
     chunks.check(op, x_full.shape[0], x_full.device)
     check_words(op, "status", status, 4, x_full.device)
     check_timeout(op, timeout_us)
     return launch(
         x_full,
         weights,
-        y,
+        outputs,
         epilogue=epilogue,
         config=config,
         num_programs=num_programs,

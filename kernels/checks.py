@@ -21,38 +21,57 @@ MAX_WEIGHTS = 3
 
 
 def check_matmul(
-    op: str, x: Tensor, w: Tensor | Sequence[Tensor], y: Tensor, *, num_programs: int, epilogue: Epilogue
-) -> tuple[Tensor, ...]:
-    """Raises unless `y = epilogue(x @ w.T)` is something that the kernel can do; returns the weights."""
-    weights = (w,) if isinstance(w, Tensor) else tuple(w)
+    op: str,
+    x: Tensor,
+    w: Tensor | Sequence[Tensor],
+    y: Tensor | Sequence[Tensor],
+    *,
+    num_programs: int,
+    epilogue: Epilogue,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Raises unless `y = epilogue(x @ w.T)` is something that the kernel can do; returns the weights and outputs."""
+    weights, outputs = ((t,) if isinstance(t, Tensor) else tuple(t) for t in (w, y))
     if not 1 <= len(weights) <= MAX_WEIGHTS:
         raise ValueError(f"{op}: {len(weights)} weights; must be 1 to {MAX_WEIGHTS} in one launch: use several")
     for weight in weights:
         _check_weight(op, x, weight, weights[0])
-    columns = sum(len(weight) for weight in weights)
-    N = columns
+    columns = [len(weight) for weight in weights]
     if epilogue.activation == "swiglu":
-        N = len(weights[0])
-        if columns != len(weights) * N:
-            raise ValueError(
-                f"{op}: gate and up have {' and '.join(str(len(weight)) for weight in weights)} rows; "
-                "must be equally many"
-            )
-    if y.shape != (x.shape[0], N):
-        raise ValueError(
-            f"{op}: the output is {tuple(y.shape)} for x {tuple(x.shape)} and w "
-            f"{', '.join(str(tuple(weight.shape)) for weight in weights)}; must be [M, N] = ({x.shape[0]}, {N})"
-        )
-    check_dtypes(op, output=y)
-    check_device(op, x, *weights, y, *epilogue.tensors)
+        if len(set(columns)) > 1:
+            raise ValueError(f"{op}: gate and up have {' and '.join(map(str, columns))} rows; must be equally many")
+        _check_outputs(op, x, outputs, columns[:1])
+    else:
+        _check_outputs(op, x, outputs, columns)
+    check_device(op, x, *weights, *outputs, *epilogue.tensors)
     if x.dtype == FP8:
         _check_fp8(op, x.device)
     else:
         check_dtypes(op, x=x)
-    epilogue.check(op, x.shape[0], columns, len(weights), fp8=x.dtype == FP8, y=y)
+    epilogue.check(op, x.shape[0], sum(columns), len(weights), outputs, fp8=x.dtype == FP8)
     if num_programs < 1:
         raise ValueError(f"{op}: num_programs={num_programs}; must be at least 1")
-    return weights
+    return weights, outputs
+
+
+def _check_outputs(op: str, x: Tensor, outputs: Sequence[Tensor], columns: Sequence[int]) -> None:
+    """Raises unless there is one for each number of columns, all of one kind."""
+    if len(outputs) != len(columns):
+        raise ValueError(
+            f"{op}: {len(outputs)} outputs; must be {len(columns)}: each weight has one, swiglu's two share one"
+        )
+    for output, N in zip(outputs, columns):
+        if output.shape != (x.shape[0], N):
+            raise ValueError(
+                f"{op}: the output is {tuple(output.shape)} for x {tuple(x.shape)} and w {(N, x.shape[1])}; "
+                f"must be [M, N] = ({x.shape[0]}, {N})"
+            )
+        check_dtypes(op, output=output)
+        kinds = [(t.dtype, t.stride(1)) for t in (outputs[0], output)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                f"{op}: outputs are {kinds[0][0]} with columns {kinds[0][1]} apart and {kinds[1][0]} with columns "
+                f"{kinds[1][1]} apart; must be alike"
+            )
 
 
 def _check_weight(op: str, x: Tensor, w: Tensor, first: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,13 +17,13 @@ ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "swiglu")
 class Epilogue:
     """`activation(product * x_scale * w_scale + bias) + residual`, in fp32.
 
-    Several weights give their columns side by side; bias and w_scale run over all of them, in that order.
+    Bias and w_scale run over the columns of all weights, in their order.
 
     Attributes:
         bias: [columns of all weights].
         activation: "gelu" (exact), "gelu_tanh" (its usual approximation), "silu", or "swiglu" of two weights, gate and
             up: silu(gate) * up.
-        residual: of the shape of y, with any strides.
+        residual: of the shape of the output, of which there is one, with any strides.
         x_scale, w_scale: [M] and [columns of all weights] fp32, the row-wise scales of fp8 operands.
     """
 
@@ -32,7 +33,9 @@ class Epilogue:
     x_scale: Tensor | None = None
     w_scale: Tensor | None = None
 
-    def check(self, op: str, rows: int, columns: int, num_weights: int, *, fp8: bool, y: Tensor) -> None:
+    def check(
+        self, op: str, rows: int, columns: int, num_weights: int, outputs: Sequence[Tensor], *, fp8: bool
+    ) -> None:
         """Raises ValueError unless these go with x of `rows` rows and weights of `columns` rows together."""
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"{op}: activation={self.activation!r}; must be one of {ACTIVATIONS}")
@@ -42,9 +45,13 @@ class Epilogue:
         check_dtypes(op, bias=self.bias, residual=self.residual)
         check_scale(op, "x_scale", self.x_scale, "M", rows, fp8=fp8)
         check_scale(op, "w_scale", self.w_scale, "N", columns, fp8=fp8)
-        if self.residual is not None and self.residual.shape != y.shape:
+        if self.residual is None:
+            return
+        if len(outputs) > 1:
+            raise ValueError(f"{op}: a residual and {len(outputs)} outputs; must be one: use several launches")
+        if self.residual.shape != outputs[0].shape:
             raise ValueError(
-                f"{op}: residual is {tuple(self.residual.shape)} and the output is {tuple(y.shape)}; "
+                f"{op}: residual is {tuple(self.residual.shape)} and the output is {tuple(outputs[0].shape)}; "
                 "must be of one shape"
             )
 
@@ -95,9 +102,10 @@ def store_tile(
     TILE_M: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Finishes and stores columns `begin:begin + WIDTH` of a weight's product, whose first in y is `column`.
+    """Finishes and stores columns `begin:begin + WIDTH` of a weight's product.
 
-    N is the weight's number of columns. For swiglu there are twice as many, of gate and up in turn.
+    N is the number of its columns, `column` how many those before it have. For swiglu there are twice as many, of gate
+    and up in turn.
     """
     if WIDTH > MAX_WIDTH:
         # One half after the other needs fewer registers.
@@ -144,7 +152,7 @@ def store_tile(
         y = activate(y, ACTIVATION)
         mask = mask_m[:, None] & (offs_y < N)[None, :]
         rows = offs_m.to(tl.int64)[:, None]
-        columns = (column + offs_y).to(tl.int64)[None, :]
+        columns = offs_y.to(tl.int64)[None, :]
         if residual_ptr is not None:
             residual_ptrs = residual_ptr + rows * stride_rm + columns * stride_rn
             y += tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.kernels._triton import INTERPRETED, TensorDescriptor, triton
-from fusedcomm.kernels.checks import check_matmul
+from fusedcomm.kernels.checks import MAX_WEIGHTS, check_matmul
 from fusedcomm.kernels.config import GemmConfig
 from fusedcomm.kernels.epilogue import NOTHING, Epilogue
 from fusedcomm.kernels.flags import HAS_CLOCK, Chunks, num_lanes
@@ -34,7 +34,7 @@ class Loads(NamedTuple):
 def gemm(
     x: Tensor,
     w: Tensor | Sequence[Tensor],
-    y: Tensor,
+    y: Tensor | Sequence[Tensor],
     *,
     config: GemmConfig,
     num_programs: int,
@@ -42,13 +42,13 @@ def gemm(
 ) -> Loads:
     """Writes `activation(x @ w.T + bias) + residual` into `y`; returns how the operands are loaded.
 
-    x [M, K], w [N, K] (or up to three such weights of equal strides, whose columns stand side by side), y [M, N] with
-    any strides, so transposed views give the products of backward. fp32, bf16, fp16, or fp8 e4m3 with row-wise scales,
-    accumulated in fp32; `y`, bias and residual may be of other types than `x`. `num_programs` is the size of the
-    persistent grid. Raises ValueError on tensors that do not fit together.
+    x [M, K], w [N, K], y [M, N] with any strides, so transposed views give the products of backward; or up to three
+    weights of equal strides, and an output for each of them (one for both of swiglu). fp32, bf16, fp16, or fp8 e4m3
+    with row-wise scales, accumulated in fp32; `y`, bias and residual may be of other types than `x`. `num_programs` is
+    the size of the persistent grid. Raises ValueError on tensors that do not fit together.
     """
-    weights = check_matmul("gemm", x, w, y, epilogue=epilogue, num_programs=num_programs)
-    return launch(x, weights, y, epilogue=epilogue, config=config, num_programs=num_programs)
+    weights, outputs = check_matmul("gemm", x, w, y, epilogue=epilogue, num_programs=num_programs)
+    return launch(x, weights, outputs, epilogue=epilogue, config=config, num_programs=num_programs)
 
 
 def choose_load(config: GemmConfig, operand: Tensor, num_tensors: int = 1) -> Load:
@@ -75,7 +75,7 @@ def choose_load(config: GemmConfig, operand: Tensor, num_tensors: int = 1) -> Lo
 def launch(
     x: Tensor,
     weights: Sequence[Tensor],
-    y: Tensor,
+    outputs: Sequence[Tensor],
     *,
     config: GemmConfig,
     num_programs: int,
@@ -89,10 +89,11 @@ def launch(
     w, *others = weights
     M, K = x.shape
     loads = Loads(choose_load(config, x), choose_load(config, w, len(weights)))
-    if not y.numel():
+    if not any(y.numel() for y in outputs):
         return loads
-    columns = [len(weight) for weight in weights] + [0] * (3 - len(weights))
-    others += [None] * (2 - len(others))
+    columns = [len(weight) for weight in weights] + [0] * (MAX_WEIGHTS - len(weights))
+    others += [None] * (MAX_WEIGHTS - len(weights))
+    absent = MAX_WEIGHTS - len(outputs)
     signals = (chunks.starts, chunks.flags, chunks.epoch) if chunks else (None, None, None)
     rank, world, num_chunks = (chunks.rank, chunks.world, chunks.num_chunks) if chunks else (0, 1, 1)
     tile_columns = config.tile_n // 2 if epilogue.activation == "swiglu" else config.tile_n
@@ -104,14 +105,17 @@ def launch(
         _operand(w, loads.w, (config.tile_n, config.tile_k)),
         *others,
         *epilogue.tensors,
-        y,
+        *outputs,
+        *[None] * absent,
         M,
         *columns,
         K,
         *x.stride(),
         *w.stride(),
         *((0, 0) if residual is None else residual.stride()),
-        *y.stride(),
+        *[y.stride(0) for y in outputs],
+        *[0] * absent,
+        outputs[0].stride(1),
         *signals,
         status,
         counters,

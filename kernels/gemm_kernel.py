@@ -13,15 +13,19 @@ from fusedcomm.kernels.tile_order import all_chunks, first_gathered_tile, first_
 
 
 @triton.jit
-def next_weight(tile_n, w_ptr, column, N, after_ptr, after_N, TILE_N: tl.constexpr):
-    """Goes on to the weight after this one if the tile's columns are behind this one."""
+def next_weight(
+    tile_n, w_ptr, y_ptr, column, N, stride_ym, after_w_ptr, after_y_ptr, after_N, after_stride_ym, TILE_N: tl.constexpr
+):
+    """Goes on to the weight after this one, and its output, if the tile's columns are behind this one."""
     num_tiles = tl.cdiv(N, TILE_N)
     behind = tile_n >= num_tiles
     return (
         tl.where(behind, tile_n - num_tiles, tile_n),
-        tl.where(behind, after_ptr, w_ptr),
+        tl.where(behind, after_w_ptr, w_ptr),
+        tl.where(behind, after_y_ptr, y_ptr),
         tl.where(behind, column + N, column),
         tl.where(behind, after_N, N),
+        tl.where(behind, after_stride_ym, stride_ym),
     )
 
 
@@ -36,6 +40,8 @@ def gemm_tile(
     x_scale_ptr,
     w_scale_ptr,
     y_ptr,
+    y1_ptr,
+    y2_ptr,
     tile_m,
     tile_n,
     M,
@@ -50,6 +56,8 @@ def gemm_tile(
     stride_rm,
     stride_rn,
     stride_ym,
+    stride_y1m,
+    stride_y2m,
     stride_yn,
     X_LOAD: tl.constexpr,
     W_LOAD: tl.constexpr,
@@ -59,7 +67,7 @@ def gemm_tile(
     ACTIVATION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Computes and stores one tile of the product of x and one of the weights, accumulated in fp32."""
+    """Computes and stores one tile of the product of x and one of the weights, accumulated in fp32, in its output."""
     column = 0
     lane_n = tl.arange(0, TILE_N)
     offs_m = tile_m * TILE_M + tl.arange(0, TILE_M)
@@ -69,9 +77,13 @@ def gemm_tile(
         w_ptr = tl.where((lane_n % 2 == 0)[None, :], w_ptr, w1_ptr)
     else:
         if w1_ptr is not None:
-            tile_n, w_ptr, column, N = next_weight(tile_n, w_ptr, column, N, w1_ptr, N1, TILE_N)
+            tile_n, w_ptr, y_ptr, column, N, stride_ym = next_weight(
+                tile_n, w_ptr, y_ptr, column, N, stride_ym, w1_ptr, y1_ptr, N1, stride_y1m, TILE_N
+            )
         if w2_ptr is not None:
-            tile_n, w_ptr, column, N = next_weight(tile_n, w_ptr, column, N, w2_ptr, N2, TILE_N)
+            tile_n, w_ptr, y_ptr, column, N, stride_ym = next_weight(
+                tile_n, w_ptr, y_ptr, column, N, stride_ym, w2_ptr, y2_ptr, N2, stride_y2m, TILE_N
+            )
         offs_n = tile_n * TILE_N + lane_n
     offs_k = tl.arange(0, TILE_K)
     # Offsets are 64-bit: a tensor may hold more than 2^31 elements.
@@ -149,6 +161,8 @@ def gemm_kernel(
     x_scale_ptr,
     w_scale_ptr,
     y_ptr,
+    y1_ptr,
+    y2_ptr,
     M,
     N,
     N1,
@@ -161,6 +175,8 @@ def gemm_kernel(
     stride_rm,
     stride_rn,
     stride_ym,
+    stride_y1m,
+    stride_y2m,
     stride_yn,
     chunk_starts_ptr,
     flags_ptr,
@@ -242,6 +258,8 @@ def gemm_kernel(
                 x_scale_ptr,
                 w_scale_ptr,
                 y_ptr,
+                y1_ptr,
+                y2_ptr,
                 tile_m,
                 tile_n,
                 M,
@@ -256,6 +274,8 @@ def gemm_kernel(
                 stride_rm,
                 stride_rn,
                 stride_ym,
+                stride_y1m,
+                stride_y2m,
                 stride_yn,
                 X_LOAD,
                 W_LOAD,

@@ -120,8 +120,10 @@ def compile_case(case: Case, config: GemmConfig | None, dtype: str, arch: Archit
         return compile_kernel(reduce.reduce_kernel, pointers, constants, arch)
     fp8 = dtype == "fp8e4nv"
     names = ("x_ptr", "w_ptr", "w1_ptr", "w2_ptr")[: 1 + case.num_weights]
+    num_outputs = 1 if case.activation == "swiglu" else case.num_weights
+    outputs = ("y_ptr", "y1_ptr", "y2_ptr")[:num_outputs]
     # What is not an operand is stored as layers store it.
-    others = ["y_ptr", *(["bias_ptr"] if case.bias else []), *(["residual_ptr"] if case.residual else [])]
+    others = [*outputs, *(["bias_ptr"] if case.bias else []), *(["residual_ptr"] if case.residual else [])]
     pointers = dict.fromkeys(names, f"*{dtype}") | dict.fromkeys(others, "*bf16" if fp8 else f"*{dtype}")
     if fp8:
         pointers |= dict.fromkeys(("x_scale_ptr", "w_scale_ptr"), "*fp32")
@@ -137,6 +139,8 @@ def compile_case(case: Case, config: GemmConfig | None, dtype: str, arch: Archit
         "stride_rn": int(case.residual),
         **({} if case.num_weights > 1 else {"N1": 0}),
         **({} if case.num_weights > 2 else {"N2": 0}),
+        **({} if num_outputs > 1 else {"stride_y1m": 0}),
+        **({} if num_outputs > 2 else {"stride_y2m": 0}),
         "WAIT": case.wait,
         "PUBLISH": case.publish,
         "LANES": num_lanes(8, config.num_warps),

@@ -39,13 +39,13 @@ def matmul_reduce_scatter(
     """
     op = "matmul_reduce_scatter"
     epilogue = Epilogue(residual=residual, x_scale=x_scale, w_scale=w_scale)
-    weights = check_matmul(op, x, w, y_partial, epilogue=epilogue, num_programs=num_programs)
+    weights, outputs = check_matmul(op, x, w, y_partial, epilogue=epilogue, num_programs=num_programs)
     chunks.check(op, x.shape[0], x.device)
     check_words(op, "counters", counters, chunks.num_chunks, x.device)
     return launch(
         x,
         weights,
-        y_partial,
+        outputs,
         epilogue=epilogue,
         config=config,
         num_programs=num_programs,

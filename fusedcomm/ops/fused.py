@@ -16,6 +16,7 @@ from fusedcomm.comm.record import span
 from fusedcomm.comm.transport import FlagTransport
 from fusedcomm.kernels.all_gather_matmul import all_gather_matmul
 from fusedcomm.kernels.await_rows import await_rows
+from fusedcomm.kernels.checks import MAX_WEIGHTS
 from fusedcomm.kernels.epilogue import NOTHING, Epilogue
 from fusedcomm.kernels.gemm import gemm
 from fusedcomm.kernels.grid import Grid, grid_of
@@ -64,7 +65,7 @@ class Gather:
     """Everybody's rows, on their way from now on into a buffer of the transport's."""
 
     def __init__(self, call: FusedCall, shard: Tensor) -> None:
-        self._call = call
+        self.call = call
         _, lead, features = shard.shape
         self._shape = (sum(call.sizes), lead, features)
         self._flight = call.transport.gather(
@@ -75,25 +76,25 @@ class Gather:
             call.pieces,
         )
 
-    def multiply(self, weights: Sequence[Tensor], y: Tensor, epilogue: Epilogue = NOTHING) -> None:
-        """`y = epilogue(x @ w.T)` for one weight, or for several side by side; tiles wait for their rows."""
+    def multiply(self, weights: Sequence[Tensor], outputs: Sequence[Tensor], epilogue: Epilogue = NOTHING) -> None:
+        """`y = epilogue(x @ w.T)` in one launch, whose tiles wait for their rows: for up to three weights."""
         flight, x = self._flight, self._flight.x_full
-        with span("compute", self._call.op):
+        with span("compute", self.call.op):
             all_gather_matmul(
                 x,
                 weights,
-                y,
+                outputs,
                 chunks=flight.chunks,
                 status=flight.status,
                 timeout_us=flight.timeout_us,
                 epilogue=epilogue,
-                **self._call.grid(x, weights)._asdict(),
+                **self.call.grid(x, weights)._asdict(),
             )
 
     def complete(self) -> Tensor:
         """All rows as a matrix, once they are there (on the current stream); gone after `finish`."""
         flight = self._flight
-        with span("wait", f"{self._call.op} gather"):
+        with span("wait", f"{self.call.op} gather"):
             await_rows(flight.chunks, len(flight.x_full), status=flight.status, timeout_us=flight.timeout_us)
         return flight.x_full
 
@@ -110,7 +111,7 @@ class Scatter:
     """Partial sums of everybody's rows, on their way to the owners while they are computed."""
 
     def __init__(self, call: FusedCall, lead: int, features: int, like: Tensor) -> None:
-        self._call = call
+        self.call = call
         self._own_shape = (call.sizes[call.transport.rank], lead, features)
         # A kernel announces no chunk without elements.
         sizes = call.matrix_sizes(lead if features else 0)
@@ -120,7 +121,7 @@ class Scatter:
 
     def multiply(self, x: Tensor, w: Tensor, residual: Tensor | None = None) -> None:
         """The partial sums `x @ w.T + residual`: matrices, x with all rows; each chunk leaves once it is computed."""
-        flight, grid = self._flight, self._call.grid(x, [w])
+        flight, grid = self._flight, self.call.grid(x, [w])
 
         def launch() -> None:
             matmul_reduce_scatter(
@@ -133,7 +134,7 @@ class Scatter:
                 **grid._asdict(),
             )
 
-        with span("compute", self._call.op):
+        with span("compute", self.call.op):
             # Empty where no chunk has elements, whatever the shape of x.
             flight.produce(launch if flight.y_partial.numel() else lambda: None)
 
@@ -142,10 +143,10 @@ class Scatter:
         flight = self._flight
         total = flight.summands.new_empty(self._own_shape)
         if total.numel():
-            with span("wait", f"{self._call.op} from all"):
+            with span("wait", f"{self.call.op} from all"):
                 rows = len(flight.summands) * flight.summands.shape[1]
                 await_rows(flight.arrivals, rows, status=flight.status, timeout_us=flight.timeout_us)
-            with span("compute", f"{self._call.op} sum"):
+            with span("compute", f"{self.call.op} sum"):
                 reduce(flight.summands, flat(total), bias=bias)
         flight.finish()
         return total
@@ -162,23 +163,38 @@ def gather_matmul(
 ) -> list[Tensor]:
     """`[x_full, y, ...]` from this rank's rows of x; `x_full` is empty unless it is to be kept."""
     gather = Gather(call, x)
-    rows = (sum(call.sizes), x.shape[1])
-    kind = _ACTIVATIONS[activation]
-    if activation == "swiglu":
-        # One launch computes both, and needs them alike.
-        bias = torch.cat(list(biases)) if biases else None
-        products = [([w.contiguous() for w in weights], Epilogue(bias, kind))]
-    else:
-        padded = biases or [None] * len(weights)
-        products = [([w], Epilogue(bias, kind)) for w, bias in zip(weights, padded)]
-    results = []
-    for operands, epilogue in products:
-        y = x.new_empty(*rows, operands[0].shape[0])
-        gather.multiply(operands, flat(y), epilogue)
-        results.append(y)
+    results = multiply_gathered(gather, x, weights, biases, activation)
     x_full = gather.copy() if keep else x.new_empty(0)
     gather.finish()
     return [x_full, *results]
+
+
+def multiply_gathered(
+    gather: Gather, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: Activation | None = None
+) -> list[Tensor]:
+    """`[y, ...]` from the rows on their way, as many weights in a launch as the kernel takes."""
+    rows = (sum(gather.call.sizes), x.shape[1])
+    num_results = 1 if activation == "swiglu" else len(weights)
+    results = [x.new_empty(*rows, w.shape[0]) for w in weights[:num_results]]
+    for first in range(0, len(weights), MAX_WEIGHTS):
+        part = slice(first, first + MAX_WEIGHTS)
+        epilogue = Epilogue(_joined(biases[part]), _ACTIVATIONS[activation])
+        gather.multiply(_alike(weights[part]), [flat(y) for y in results[part]], epilogue)
+    return results
+
+
+def _joined(biases: Sequence[Tensor]) -> Tensor | None:
+    """Those of one launch."""
+    if len(biases) > 1:
+        return torch.cat(list(biases))
+    return biases[0] if biases else None
+
+
+def _alike(weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """With equal strides, as one launch needs them."""
+    if len({w.stride() for w in weights}) == 1:
+        return weights
+    return [w.clone(memory_format=torch.contiguous_format) for w in weights]
 
 
 def gather_matmul_backward(
@@ -270,10 +286,10 @@ def matmul_scatter_backward(
         inner = activate(input_activation, xs)
     elif input_activation is None:
         (inner,) = xs
-        gather.multiply([w.t()], flat(dxs[0]))
+        gather.multiply([w.t()], [flat(dxs[0])])
     else:
         inner_grad = torch.empty_like(dxs[0])
-        gather.multiply([w.t()], flat(inner_grad))
+        gather.multiply([w.t()], [flat(inner_grad)])
         inner = differentiate(input_activation, xs, inner_grad, dxs)
     dw = weight_gradient(call, gather.complete(), flat(inner)) if need_w else None
     grad_full = gather.copy() if keep else None

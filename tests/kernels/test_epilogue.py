@@ -41,13 +41,13 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None = None) -> T
     dtype=st.sampled_from(DTYPES),
     num_programs=st.integers(1, 5),
 )
-def test_several_weights_stand_side_by_side(columns, rows, depth, dtype, num_programs):
+def test_several_weights_have_an_output_each(columns, rows, depth, dtype, num_programs):
     x = draw(rows, depth, dtype=dtype)
     weights = [draw(count, depth, dtype=dtype, seed=seed) for seed, count in enumerate(columns, 1)]
     bias = draw(sum(columns), dtype=dtype, seed=9)
-    y = poisoned(rows, sum(columns), dtype=dtype)
-    gemm(x, weights, y, config=CONFIG, num_programs=num_programs, epilogue=Epilogue(bias))
-    w = torch.cat(weights)
+    ys = [poisoned(rows, count, dtype=dtype) for count in columns]
+    gemm(x, weights, ys, config=CONFIG, num_programs=num_programs, epilogue=Epilogue(bias))
+    w, y = torch.cat(weights), torch.cat(ys, dim=1)
     assert_as_accurate(
         y,
         linear(x.double(), w.double(), bias.double()),
@@ -57,11 +57,20 @@ def test_several_weights_stand_side_by_side(columns, rows, depth, dtype, num_pro
     )
 
 
-def test_a_weight_without_rows_is_passed_over():
-    x, w = draw(40, 20, dtype=torch.float32), draw(50, 20, dtype=torch.float32)
-    y = poisoned(40, 50, dtype=torch.float32)
-    gemm(x, [w[:0], w[:33], w[33:]], y, **GRID)
-    assert_as_accurate(y, linear(x.double(), w.double()), linear(x, w))
+@pytest.mark.parametrize("columns", [[0, 33, 17], [33, 0, 17], [33, 17, 0], [1, 1, 1]], ids=str)
+def test_outputs_may_be_views_of_one_and_without_columns(columns):
+    x, w = draw(40, 20, dtype=torch.float32), draw(sum(columns), 20, dtype=torch.float32)
+    y = poisoned(40, sum(columns) + 1, dtype=torch.float32)
+    gemm(x, w.split(columns), y[:, :-1].split(columns, dim=1), **GRID)
+    assert_as_accurate(y[:, :-1], linear(x.double(), w.double()), linear(x, w))
+    assert y[:, -1].isnan().all()
+
+
+def test_outputs_may_be_transposed():
+    x, w = draw(40, 20, dtype=torch.float32), draw(60, 20, dtype=torch.float32)
+    ys = [poisoned(30, 40, dtype=torch.float32).T for _ in range(2)]
+    gemm(x, w.chunk(2), ys, **GRID)
+    assert_as_accurate(torch.cat(ys, dim=1), linear(x.double(), w.double()), linear(x, w))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,7 +124,7 @@ def test_fp8_with_row_wise_scales_matches_reference(out_dtype):
     gemm(x, w, y, epilogue=Epilogue(**scales), **GRID)
     assert_as_accurate(y, linear(exact_x, exact_w), plain)
     y.fill_(float("nan"))
-    gemm(x, [w[:20], w[20:]], y, epilogue=Epilogue(**scales), **GRID)
+    gemm(x, w.split([20, 30]), y.split([20, 30], dim=1), epilogue=Epilogue(**scales), **GRID)
     assert_as_accurate(y, linear(exact_x, exact_w), plain)
     chunks = make_chunks(1, [15, 25])
     y.fill_(float("nan"))
@@ -155,7 +164,28 @@ F8 = torch.zeros(4, 3).to(FP8)
             {"w": [torch.zeros(2, 3), torch.zeros(3, 3).T.contiguous().T]},
             r"strides \(3, 1\) and \(1, 3\); must be equal",
         ),
-        ({"w": [torch.zeros(5, 3), torch.zeros(5, 3)]}, r"output is \(4, 5\) .*must be \[M, N\] = \(4, 10\)"),
+        ({"w": [torch.zeros(5, 3), torch.zeros(5, 3)]}, "1 outputs; must be 2"),
+        ({"y": [torch.zeros(4, 5), torch.zeros(4, 5)]}, "2 outputs; must be 1"),
+        (
+            {"w": [torch.zeros(5, 3)] * 2, "y": [torch.zeros(4, 5), torch.zeros(4, 6)]},
+            r"output is \(4, 6\) .*must be \[M, N\] = \(4, 5\)",
+        ),
+        (
+            {"w": [torch.zeros(5, 3)] * 2, "y": [torch.zeros(4, 5), torch.zeros(4, 5).half()]},
+            "outputs are torch.float32 with .* 1 apart and torch.float16 with .*; must be alike",
+        ),
+        (
+            {"w": [torch.zeros(5, 3)] * 2, "y": [torch.zeros(4, 5), torch.zeros(5, 4).T]},
+            "columns 1 apart and .* columns 4 apart; must be alike",
+        ),
+        (
+            {
+                "w": [torch.zeros(5, 3)] * 2,
+                "y": [torch.zeros(4, 5)] * 2,
+                "epilogue": Epilogue(residual=torch.zeros(4, 5)),
+            },
+            "a residual and 2 outputs; must be one",
+        ),
         ({"epilogue": Epilogue(activation="swiglu")}, "'swiglu' with 1 weights; must be two"),
         (
             {"w": [torch.zeros(5, 3), torch.zeros(4, 3)], "epilogue": Epilogue(activation="swiglu")},

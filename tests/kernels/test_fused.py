@@ -25,6 +25,7 @@ from torch.nn.functional import gelu, linear, silu
 
 from fusedcomm import PeerError, all_gather_matmul, last_path, matmul_all_reduce, matmul_reduce_scatter
 from fusedcomm.comm import transport
+from fusedcomm.ops import fused
 from fusedcomm.ops.begin import begin_all_gather_matmul, begin_matmul_reduce_scatter
 
 # A run on real ranks takes as long as it takes: no deadline, and nothing to call slow.
@@ -107,6 +108,25 @@ def run_gathered_gradient(rank, world):
 def test_gradient_flows_through_the_returned_gather():
     for x, grad in run_ranks(3, run_gathered_gradient):
         torch.testing.assert_close(grad, 3 * (3 * torch.ones_like(x) + 2 * x))
+
+
+def run_weights(rank, world, num_weights):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 6, generator=generator)
+    # Of several shapes, and every other one transposed.
+    weights = [torch.randn(5 + index, 6, generator=generator) for index in range(num_weights)]
+    weights = [w.t().contiguous().t() if index % 2 else w for index, w in enumerate(weights)]
+    biases = [torch.randn(len(w), generator=generator) for w in weights]
+    with patch.object(fused, "all_gather_matmul", wraps=fused.all_gather_matmul) as launches:
+        ys = all_gather_matmul(x.chunk(world)[rank], weights, bias=biases, group=dist.group.WORLD, method="fused")
+    for y, w, b in zip(ys, weights, biases, strict=True):
+        assert_as_accurate(y, linear(x.double(), w.double(), b.double()), linear(x, w, b))
+    return launches.call_count
+
+
+@pytest.mark.parametrize(("num_weights", "num_launches"), [(1, 1), (3, 1), (4, 2)])
+def test_up_to_three_weights_are_one_launch(num_weights, num_launches):
+    assert run_ranks(2, run_weights, num_weights) == [num_launches] * 2
 
 
 def gelu_tanh(x):
