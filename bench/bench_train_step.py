@@ -27,7 +27,8 @@ from fusedcomm.train.trainer import Trainer
 
 METHODS = ("torch", "serial", "chunked", "auto")
 TORCH_METHOD = "torch"
-# As `auto`, but gradients also travel during the next step's forward: one step of many is timed.
+# As `auto`, but gradients also travel during the next step's forward, and in a pipeline weight gradients come at the
+# end: one step of many is timed.
 EXTRA_METHODS = ("backward+forward",)
 _HEAD_DIM = 64
 _NUM_LAYERS = 6
@@ -111,6 +112,8 @@ class _TrainStep:
         note = self._words("ours")
         if name != "backward+forward":
             return Method(run, note=note)
+        if self._layout.pp > 1:
+            note += ", weight gradients at the end"
         return Method(run, prepare=run, note=f"{note}, step after step", finish=trainer.settle)
 
     def reference(self, dtype: torch.dtype) -> Results:
@@ -157,7 +160,11 @@ class _TrainStep:
                         "method": "auto" if in_forward else method,
                         "save": "gathered",
                     },
-                    "pipeline_parallel": {"depth": layout.pp, "micro_batches": layout.micro_batches},
+                    "pipeline_parallel": {
+                        "depth": layout.pp,
+                        "micro_batches": layout.micro_batches,
+                        "weight_gradients": "at_end" if in_forward and layout.pp > 1 else "by_schedule",
+                    },
                     "data_parallel": {"size": layout.dp, "overlap": "backward+forward" if in_forward else "backward"},
                 },
             }

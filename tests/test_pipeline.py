@@ -15,14 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedcomm.comm.mesh import Mesh, build_mesh
 from fusedcomm.errors import PeerError
-from fusedcomm.ops.wgrad import WeightGradient
 from fusedcomm.parallel import (
     SCHEDULES,
     GradientBuckets,
     Optimizer,
     Pipeline,
     TiedWeights,
-    WgradQueue,
     tied_group,
 )
 
@@ -201,25 +199,6 @@ def test_a_stage_with_nothing_to_train_leaves_the_others_right(schedule):
                 assert_as_accurate(grad, exact[name], plain[name], name=name)
     assert "embedding.weight" in frozen
     assert "output.weight" not in frozen
-
-
-def test_wgrad_queue_computes_each_gradient_once_and_late():
-    weights = [torch.zeros(1, 1) for _ in range(3)]
-    gradients = [WeightGradient(torch.ones(1, 1), [torch.full((1, 1), float(index))]) for index in range(3)]
-    added = []
-    queue = WgradQueue(lambda weight, gradient: added.append((weight, gradient)))
-    queue.put(weights[0], gradients[0])
-    queue.put(weights[1], gradients[1])
-    first = queue.take()
-    queue.put(weights[2], gradients[2])
-    second = queue.take()
-    assert (len(queue), added) == (0, [])
-    second()
-    first()
-    first()
-    order = [int(gradient.compute()) for _, gradient in added]
-    assert order == [2, 0, 1]
-    assert all(weight is weights[index] for index, (weight, _) in zip(order, added))
 
 
 def tied_pipeline(mesh: Mesh, schedule: str) -> tuple[Pipeline, TiedWeights, list[str]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,17 @@ from fusedcomm.comm.pool import STAGING
 from fusedcomm.comm.record import recording
 from fusedcomm.errors import PeerError
 from fusedcomm.ops.wgrad import DeferWgrad
-from fusedcomm.parallel import SCHEDULES, ActivationParking, DiskFolder, Pipeline, disk
+from fusedcomm.parallel import SCHEDULES, ActivationParking, DiskFolder, Pipeline, WgradQueue, disk, executor
 
 BYTES_PER_BORDER = 2 * MICRO_BATCHES * (ROWS // MICRO_BATCHES) * SEQUENCE * HIDDEN * 4
 
 
 def gradients_of(pipeline: Pipeline) -> dict[str, Tensor | None]:
     return {name: param.grad for name, param in pipeline.named_parameters()}
+
+
+def _put_off(queue: WgradQueue) -> Callable[[], None]:
+    return partial(queue.compute, [queue.take()])
 
 
 def _with_torchs_runtime(rank: int, world: int, schedule: str) -> tuple[float, dict[str, Tensor | None]]:
@@ -45,7 +51,7 @@ def _with_torchs_runtime(rank: int, world: int, schedule: str) -> tuple[float, d
             input_args=tokens if stage == 0 else hidden,
             output_args=hidden,
             group=dist.group.WORLD,
-            dw_builder=pipeline._queues[stage].take if pipeline._queues else None,
+            dw_builder=partial(_put_off, pipeline._queues[stage]) if pipeline._queues else None,
         )
         for stage, module in pipeline.stages.items()
     ]
@@ -87,7 +93,8 @@ def _with_ours(rank: int, world: int, schedule: str, delayed: bool) -> tuple[flo
     waits = {event.name for event in record.events if event.kind == "wait"}
     assert ("pipeline hidden states of micro-batch 0 at stage 1 from 0" in waits) == (rank == 1)
     stages = [event.name for event in record.events if event.kind == "stage"]
-    assert len(set(stages)) == len(stages) == sum(action.kind in "FBIW" for action in pipeline._actions)
+    together = [group for group in executor._performed_together(pipeline._actions) if group[0].kind in "FBIW"]
+    assert len(set(stages)) == len(stages) == len(together)
     return loss, gradients_of(pipeline), sent
 
 

@@ -22,6 +22,7 @@ from fusedcomm.nn.config import layer_flops
 from fusedcomm.nn.layout import layout_of
 from fusedcomm.ops.wgrad import DeferWgrad
 from fusedcomm.parallel import GradientBuckets, Optimizer, Pipeline, TiedWeights, tied_group
+from fusedcomm.parallel.table import WeightGradients
 
 ROWS, MICRO_BATCHES, SEQUENCE = 4, 2, 7
 LLAMA = TransformerConfig.llama(
@@ -64,13 +65,22 @@ def _one_process(rank: int, world: int, name: str, dtype: torch.dtype) -> dict[s
     return {"loss": loss.item(), "grads": grads, "norm": norm.item()}
 
 
-def _on_the_mesh(rank: int, world: int, name: str, schedule: str, micro_batches: int = MICRO_BATCHES) -> dict[str, Any]:
+def _on_the_mesh(
+    rank: int,
+    world: int,
+    name: str,
+    schedule: str,
+    micro_batches: int = MICRO_BATCHES,
+    weight_gradients: WeightGradients = "by_schedule",
+) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return _step_on_the_mesh(name, schedule, micro_batches)
+        return _step_on_the_mesh(name, schedule, micro_batches, weight_gradients)
 
 
-def _step_on_the_mesh(name: str, schedule: str, micro_batches: int) -> dict[str, Any]:
+def _step_on_the_mesh(
+    name: str, schedule: str, micro_batches: int, weight_gradients: WeightGradients
+) -> dict[str, Any]:
     mesh = build_mesh(pp=2, dp=1, tp=2, timeout_s=30)
     config = CONFIGS[name]
 
@@ -91,6 +101,7 @@ def _step_on_the_mesh(name: str, schedule: str, micro_batches: int) -> dict[str,
         hidden_like=torch.empty(rows, 1, config.hidden, device="meta"),
         batch_dim=1,
         schedule=schedule,
+        weight_gradients=weight_gradients,
     )
     named = dict(pipeline.named_parameters())
     tied = None
@@ -145,9 +156,10 @@ def test_transformer_on_tp_and_pp_matches_one_process(name, schedule):
 def test_a_split_backward_calls_and_sends_no_more_than_a_whole_one():
     """A function that gives both gradients at once would do all of it twice: once for each half."""
     totals = []
-    for schedule in ("1f1b", "zero_bubble", "zbv", "dualpipev"):
+    split = [(schedule, "by_schedule") for schedule in ("zero_bubble", "zbv", "dualpipev")]
+    for schedule, weight_gradients in (("1f1b", "by_schedule"), ("1f1b", "at_end"), *split):
         # Enough for DualPipeV.
-        ranks = run_ranks(4, _on_the_mesh, "llama", schedule, 4)
+        ranks = run_ranks(4, _on_the_mesh, "llama", schedule, 4, weight_gradients)
         calls = sum((rank["op_calls"] for rank in ranks), Counter())
         totals.append((sum(rank["op_bytes"] for rank in ranks), calls))
     assert totals[0][0] > 0

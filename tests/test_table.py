@@ -13,7 +13,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from fusedcomm.parallel.schedule import SCHEDULES, stage_to_rank, stages_on_each_rank
-from fusedcomm.parallel.table import Action, build_table, forward_only, simulate
+from fusedcomm.parallel.table import Action, WeightGradients, build_table, forward_only, simulate
 
 GRID = [
     (schedule, pp, micro_batches, per_rank)
@@ -22,7 +22,7 @@ GRID = [
 ]
 
 
-def tables():
+def tables(weight_gradients: WeightGradients = "by_schedule"):
     for schedule, pp, micro_batches, per_rank in GRID:
         try:
             stages_on_each_rank(
@@ -31,7 +31,13 @@ def tables():
         except ValueError:
             continue
         per_rank = 1 if pp == 1 else per_rank
-        table = build_table(schedule, pp=pp, micro_batches=micro_batches, stages_per_rank=per_rank)
+        table = build_table(
+            schedule,
+            pp=pp,
+            micro_batches=micro_batches,
+            stages_per_rank=per_rank,
+            weight_gradients=weight_gradients,
+        )
         yield (schedule, pp, micro_batches, per_rank), table
 
 
@@ -42,9 +48,10 @@ def torchs(table):
     }
 
 
-def test_every_table_is_complete_and_passes_torchs_own_checks():
+@pytest.mark.parametrize("weight_gradients", ["by_schedule", "at_end"])
+def test_every_table_is_complete_and_passes_torchs_own_checks(weight_gradients):
     count = 0
-    for (schedule, pp, micro_batches, per_rank), table in tables():
+    for (schedule, pp, micro_batches, per_rank), table in tables(weight_gradients):
         owners = stage_to_rank(schedule, pp=pp, stages_per_rank=per_rank)
         theirs = torchs(table)
         _simulate_comms_compute(theirs, owners.__getitem__, len(owners))
@@ -60,22 +67,39 @@ def test_every_table_is_complete_and_passes_torchs_own_checks():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "per_rank", "idle", "peak"),
+    ("schedule", "per_rank", "idle", "peak", "idle_at_end"),
     [
-        ("gpipe", 1, 3 / 11, [8, 8, 8, 8]),
-        ("1f1b", 1, 3 / 11, [4, 3, 2, 1]),
-        ("interleaved", 2, 3 / 19, [11, 9, 7, 5]),
-        ("zero_bubble", 1, 1 / 9, [4, 4, 4, 4]),
-        ("zero_bubble", 2, 1 / 17, [8, 8, 8, 8]),
-        ("zbv", 2, 1 / 17, [8, 8, 8, 8]),
-        ("dualpipev", 2, 1 / 17, [9, 9, 9, 9]),
+        ("gpipe", 1, 3 / 11, [8, 8, 8, 8], 1 / 5),
+        ("1f1b", 1, 3 / 11, [4, 3, 2, 1], 1 / 5),
+        ("interleaved", 2, 3 / 19, [11, 9, 7, 5], 1 / 9),
+        ("zero_bubble", 1, 1 / 9, [4, 4, 4, 4], 1 / 5),
+        ("zero_bubble", 2, 1 / 17, [8, 8, 8, 8], 1 / 9),
+        ("zbv", 2, 1 / 17, [8, 8, 8, 8], 1 / 9),
+        ("dualpipev", 2, 1 / 17, [9, 9, 9, 9], 1 / 9),
     ],
 )
-def test_bubble_and_memory_are_what_the_papers_say(schedule, per_rank, idle, peak):
-    """(p - 1) / (m + p - 1) for GPipe and 1F1B, a p-th of the forwards' memory for 1F1B, and so on; p = 4, m = 8."""
+def test_bubble_and_memory_are_what_the_papers_say(schedule, per_rank, idle, peak, idle_at_end):
+    """(p - 1) / (m + p - 1) for GPipe and 1F1B, a p-th of the forwards' memory for 1F1B, and so on; p = 4, m = 8.
+
+    With weight gradients at the end 2 (p - 1) / (3 m + 2 (p - 1)), and the memory of all micro-batches.
+    """
     found = simulate(build_table(schedule, pp=4, micro_batches=8, stages_per_rank=per_rank))
     assert found.idle == pytest.approx([idle] * 4)
     assert found.peak_live == peak
+    at_end = build_table(schedule, pp=4, micro_batches=8, stages_per_rank=per_rank, weight_gradients="at_end")
+    assert simulate(at_end).idle == pytest.approx([idle_at_end] * 4)
+    assert simulate(at_end).peak_live == [8 * per_rank] * 4
+
+
+def test_weight_gradients_at_the_end_follow_the_next_forward():
+    for (_, _, micro_batches, _), table in tables("at_end"):
+        for actions in table:
+            stages = sorted({action.stage for action in actions})
+            in_order = [(stage, index) for stage in stages for index in range(micro_batches)]
+            before, end = actions[: -len(in_order)], actions[-len(in_order) :]
+            assert end == [Action("W", *place) for place in in_order]
+            assert sorted(action[1:] for action in before if action.kind == "I") == in_order
+            assert not any(action.kind in "BW" for action in before)
 
 
 def test_one_forward_one_backward_holds_a_micro_batch_per_later_stage():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -17,7 +18,7 @@ from fusedcomm.comm.record import span
 from fusedcomm.parallel.courier import Courier
 from fusedcomm.parallel.disk import ActivationParking, ParkedActivations
 from fusedcomm.parallel.table import Action, received_by
-from fusedcomm.parallel.wgrad import WgradQueue
+from fusedcomm.parallel.wgrad import PutOff, WgradQueue
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -52,7 +53,7 @@ class _Live:
     # Buffers of the pool that the graph and the weight gradients put off read.
     buffers: list[Tensor]
     parked: ParkedActivations | None
-    weight_gradients: Callable[[], None] | None = None
+    put_off: PutOff = field(default_factory=list)
 
 
 class Pass:
@@ -60,8 +61,9 @@ class Pass:
 
     Activations live from the forward of a micro-batch to the end of its backward. A stage's output itself is let go as
     soon as the next stage has it: backward starts at its place in the graph. What travels to a stage of another rank is
-    the `courier`'s; to one of this rank it is handed on. With `parking` activations wait on disk, unless their backward
-    comes next, and are read ahead while the action before it runs.
+    the `courier`'s; to one of this rank it is handed on. Weight gradients of one stage that follow each other in the
+    list are computed weight by weight over all their micro-batches, so that the first is complete early. With `parking`
+    activations wait on disk, unless their backward comes next, and are read ahead while the action before it runs.
     """
 
     def __init__(
@@ -98,14 +100,15 @@ class Pass:
         last_backward = {action.stage: action for action in self._backwards}
         last_gradient = {action.stage: action for action in actions if action.kind in ("B", "W")}
         try:
-            for action in actions:
+            for together in _performed_together(actions):
+                action = together[0]
                 if self._backwards and action == self._backwards[0]:
                     self._backwards.popleft()
                 self._read_ahead()
                 if self._ends_step is not None and last_backward.get(action.stage) == action:
                     self._ends_step.before_last_backward(action.stage)
-                self._perform(action)
-                if self._ends_step is not None and last_gradient.get(action.stage) == action:
+                self._perform(together)
+                if self._ends_step is not None and last_gradient.get(action.stage) == together[-1]:
                     self._ends_step.after_last_backward(action.stage)
             if self._courier is not None:
                 self._courier.finish()
@@ -115,7 +118,8 @@ class Pass:
             raise
         return self._results
 
-    def _perform(self, action: Action) -> None:
+    def _perform(self, together: Sequence[Action]) -> None:
+        action = together[0]
         kind, stage, index = action
         if kind in ("RECV_F", "RECV_B"):
             assert self._courier is not None
@@ -126,12 +130,13 @@ class Pass:
         elif kind == "F":
             self._forward(stage, index)
         elif kind == "W":
-            with span("stage", f"weight gradients of micro-batch {index} at stage {stage}"):
-                self._finish_backward(stage, index)
+            indices = [each.micro_batch for each in together]
+            with span("stage", f"weight gradients of micro-batches {', '.join(map(str, indices))} at stage {stage}"):
+                self._finish_backward(stage, indices)
         else:
             self._compute_backward(stage, index)
             if kind == "B":
-                self._finish_backward(stage, index)
+                self._finish_backward(stage, [index])
 
     def _forward(self, stage: int, index: int) -> None:
         part = self._micro_batches[index]
@@ -164,17 +169,18 @@ class Pass:
                 torch.autograd.backward(live.output, gradient)
                 live.output = None
         if stage in self._queues:
-            live.weight_gradients = self._queues[stage].take()
+            live.put_off = self._queues[stage].take()
         if stage > 0:
             dx = torch.zeros_like(live.x) if live.x.grad is None else live.x.grad
             live.x.grad = None
             self._hand_on(Action("SEND_B", stage, index), dx, live.buffers)
 
-    def _finish_backward(self, stage: int, index: int) -> None:
-        live = self._live.pop((stage, index))
-        if live.weight_gradients is not None:
-            live.weight_gradients()
-        _give_back(live.buffers)
+    def _finish_backward(self, stage: int, indices: Sequence[int]) -> None:
+        ended = [self._live.pop((stage, index)) for index in indices]
+        if stage in self._queues:
+            self._queues[stage].compute([live.put_off for live in ended])
+        for live in ended:
+            _give_back(live.buffers)
 
     def _take(self, receive: Action, buffers: list[Tensor]) -> Tensor:
         """From a stage of this rank, or received into a buffer of the pool, which is added to `buffers`."""
@@ -216,6 +222,12 @@ class Pass:
                 f"pipeline: stage {stage} returned {list(output.shape)} {output.dtype} but what was announced for "
                 f"micro-batch {index} is {list(shape)} {self._dtype}; announce what travels between stages"
             )
+
+
+def _performed_together(actions: Sequence[Action]) -> Iterator[list[Action]]:
+    """Weight gradients of one stage that follow each other, and all else one by one."""
+    for _, group in groupby(actions, lambda action: action[:2] if action.kind == "W" else action):
+        yield list(group)
 
 
 def _call(module: nn.Module, x: Tensor, part: MicroBatch) -> Tensor:

@@ -15,7 +15,7 @@ from fusedcomm.parallel.courier import Courier
 from fusedcomm.parallel.disk import ActivationParking
 from fusedcomm.parallel.executor import EndsStep, LossFunction, MicroBatch, Pass
 from fusedcomm.parallel.schedule import SCHEDULES, split_layers, stage_to_rank, stages_on_each_rank
-from fusedcomm.parallel.table import Action, build_table, forward_only, simulate
+from fusedcomm.parallel.table import Action, WeightGradients, build_table, forward_only, simulate
 from fusedcomm.parallel.wgrad import WgradQueue, add_to_grad
 
 
@@ -42,6 +42,12 @@ class Pipeline:
     `defer_wgrad` are computed when the schedule has time for them, each once. A group of one, or None, is a plain loop
     over micro-batches.
 
+    With `weight_gradients="at_end"` every schedule puts them off until its last gradient of an input, and computes them
+    weight by weight over all micro-batches, in the order of use: the next forward's first weights are complete first,
+    and their sums over data-parallel ranks travel while the others are computed. The way back through the stages is
+    shorter too, and so is the bubble of `gpipe`, `1f1b` and `interleaved`. The price is memory: each weight's input and
+    the gradient of its output are kept for all micro-batches until then.
+
     A stage must not keep its input beyond backward: its memory is used again. With `parking`, activations that wait for
     their backward do so on disk.
 
@@ -52,7 +58,8 @@ class Pipeline:
     the schedule; also from a stage whose output is not `hidden_like`. PeerError naming peer, stage and micro-batch on
     ranks whose peer was late beyond the group's time-out, is gone, or was given another batch.
     Source: GPipe (Huang et al. 2019), 1F1B and interleaved (Narayanan et al. 2021), zero bubble and ZBV (Qi et al.
-    2023, 2024), DualPipeV (DeepSeek 2024, cut in half by Sea AI Lab).
+    2023, 2024), DualPipeV (DeepSeek 2024, cut in half by Sea AI Lab); weight gradients in the order of the next forward
+    are OOO BackProp's (Oh et al. 2022).
 
     Attributes:
         stages: those of this rank, by number.
@@ -73,6 +80,7 @@ class Pipeline:
         device: torch.device | str = "cpu",
         schedule: str = "1f1b",
         stages_per_rank: int | None = None,
+        weight_gradients: WeightGradients = "by_schedule",
         first_cost: float = 0.0,
         last_cost: float = 0.0,
         split: Sequence[int] | None = None,
@@ -93,7 +101,7 @@ class Pipeline:
         self.rank_of_stage = stage_to_rank(schedule, pp=pp, stages_per_rank=per_rank)
         self._last = len(self.layers_of_stage) - 1
         self._num_micro_batches = micro_batches
-        self._schedule = schedule
+        self._schedule = f"{schedule}, weight gradients {weight_gradients}"
         self._input_like, self._hidden_like, self._batch_dim = input_like, hidden_like.to("meta"), batch_dim
         self._device = torch.device(device)
         self._parking = parking
@@ -101,9 +109,15 @@ class Pipeline:
         self.stages: dict[int, nn.Module] = {}
         for stage, owner in enumerate(self.rank_of_stage):
             if owner == rank:
-                splits_backward = SCHEDULES[schedule].splits_backward and self._group is not None
-                self.stages[stage] = self._build(build_stage, stage, splits_backward)
-        table = build_table(schedule, pp=pp, micro_batches=micro_batches, stages_per_rank=per_rank)
+                in_bubbles = SCHEDULES[schedule].splits_backward and self._group is not None
+                self.stages[stage] = self._build(build_stage, stage, in_bubbles or weight_gradients == "at_end")
+        table = build_table(
+            schedule,
+            pp=pp,
+            micro_batches=micro_batches,
+            stages_per_rank=per_rank,
+            weight_gradients=weight_gradients,
+        )
         self.ideal_idle = simulate(table).idle
         self._actions = table[rank]
 

@@ -24,6 +24,9 @@ class Action(NamedTuple):
     micro_batch: int
 
 
+# Where a rank's list has the weight gradients: where the schedule has them, or after everything else.
+WeightGradients = Literal["by_schedule", "at_end"]
+
 # One list a pipeline rank.
 Table = list[list[Action]]
 
@@ -44,7 +47,14 @@ class Simulation:
     peak_live: list[int]
 
 
-def build_table(schedule: str, *, pp: int, micro_batches: int, stages_per_rank: int) -> Table:
+def build_table(
+    schedule: str,
+    *,
+    pp: int,
+    micro_batches: int,
+    stages_per_rank: int,
+    weight_gradients: WeightGradients = "by_schedule",
+) -> Table:
     """Every rank's actions; `stages_on_each_rank` says what is possible.
 
     All transfers of all ranks are in one order, in which each rank's are a part of its list: even ranks that could not
@@ -58,6 +68,8 @@ def build_table(schedule: str, *, pp: int, micro_batches: int, stages_per_rank: 
         compute = [_forwards_then_backwards(rank, micro_batches) for rank in range(pp)]
     else:
         compute = [_torchs_list(schedule, rank, pp, micro_batches, stages_per_rank) for rank in range(pp)]
+    if weight_gradients == "at_end":
+        compute = [_weight_gradients_last(actions) for actions in compute]
     table = _with_transfers(compute, stage_to_rank(schedule, pp=pp, stages_per_rank=stages_per_rank))
     simulate(table)
     return table
@@ -135,6 +147,18 @@ def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Ac
 
 def _forwards_then_backwards(rank: int, micro_batches: int) -> list[Action]:
     return [Action(kind, rank, index) for kind in ("F", "B") for index in range(micro_batches)]
+
+
+def _weight_gradients_last(actions: Sequence[Action]) -> list[Action]:
+    """Every backward without its weight gradients, and these after everything else.
+
+    Stage by stage, in the order in which the next forward needs them.
+    """
+    rest = [
+        action._replace(kind="I" if action.kind == "B" else action.kind) for action in actions if action.kind != "W"
+    ]
+    backwards = [action for action in rest if action.kind == "I"]
+    return rest + [action._replace(kind="W") for action in sorted(backwards, key=lambda action: action.stage)]
 
 
 def _torchs_list(schedule: str, rank: int, pp: int, micro_batches: int, stages_per_rank: int) -> list[Action]:

@@ -32,6 +32,7 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 Checkpointing = Literal["none", "full", "selective"]
 Method = Literal["auto", "serial", "chunked", "fused", "fused:symmetric", "fused:shared", "fused:c10d"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"]
+WeightGradients = Literal["by_schedule", "at_end"]
 
 
 class ConfigError(ValueError):
@@ -68,13 +69,18 @@ class TensorParallelConfig(_Section):
 
 
 class PipelineParallelConfig(_Section):
-    """Ranks that hold consecutive layers; a batch passes through them in micro-batches."""
+    """Ranks that hold consecutive layers; a batch passes through them in micro-batches.
+
+    `weight_gradients: at_end` puts them off to the end of a pass, where they are computed layer by layer over all
+    micro-batches: their sums over data-parallel ranks start early. It takes memory: see docs/training.md.
+    """
 
     depth: Count = 1
     micro_batches: Count = 1
     schedule: Schedule = "1f1b"
     # null: the schedule's own number, 2 for interleaved, zbv and dualpipev, else 1.
     stages_per_rank: Count | None = None
+    weight_gradients: WeightGradients = "by_schedule"
     # null: balanced by the layers' estimated FLOPs.
     stage_layers: _Counts | None = None
 

@@ -88,6 +88,7 @@ class Trainer:
             device=mesh.device,
             schedule=parallel.pipeline_parallel.schedule,
             stages_per_rank=parallel.pipeline_parallel.stages_per_rank,
+            weight_gradients=parallel.pipeline_parallel.weight_gradients,
             parking=ActivationParking(folder) if folder is not None and train.offload.activations == "disk" else None,
         )
         self.idle = [0.0] * mesh.pp
