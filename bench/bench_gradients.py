@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.bench.case import Case, Method, Results, Spec, normal
+from fusedcomm.ops.wgrad import DeferWgrad, local_linear
 from fusedcomm.parallel import GradientBuckets, main_grad_of
 
 # `ddp` has torch's defaults; `serial` sums when backward is over.
@@ -95,6 +96,9 @@ class _Gradients:
         buckets = GradientBuckets(
             model.named_parameters(), dp_group=dist.group.WORLD, layers=model if in_forward else ()
         )
+        for layer in model:
+            assert isinstance(layer, _Layer)
+            layer.defer_wgrad = buckets.accumulate
 
         def before() -> None:
             buckets.zero()
@@ -145,12 +149,16 @@ class _Gradients:
 
 
 class _Layer(nn.Module):
+    """torch's linear layer, or with a `defer_wgrad` ours on a tensor-parallel group of one."""
+
+    defer_wgrad: DeferWgrad | None = None
+
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(F.linear(x, self.weight))
+        return F.relu(local_linear(x, self.weight, None, self.defer_wgrad))
 
 
 def _inputs(spec: Spec, rank: int) -> tuple[Tensor, Tensor]:

@@ -214,12 +214,12 @@ def checkpointed(rank, world, config, tokens, labels, defer):
 
 
 @pytest.mark.parametrize("config", [with_dropout(GROUPED), with_dropout(GPT2), with_dropout(ROW_FIRST)])
-@pytest.mark.parametrize("defer", [False, True])
-def test_checkpointing_changes_nothing(config, defer):
+@pytest.mark.parametrize(("world", "defer"), [(1, True), (2, False), (2, True)])
+def test_checkpointing_changes_nothing(config, world, defer):
     tokens, labels = batch(config)
     grads = {}
     for mode in ("none", "full", "selective"):
-        results = run_ranks(2, checkpointed, dataclasses.replace(config, checkpointing=mode), tokens, labels, defer)
+        results = run_ranks(world, checkpointed, dataclasses.replace(config, checkpointing=mode), tokens, labels, defer)
         grads[mode] = assemble([r[0] for r in results])
     for mode in ("full", "selective"):
         for name, grad in grads["none"].items():

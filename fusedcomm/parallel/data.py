@@ -48,9 +48,10 @@ class GradientBuckets:
     Shapes per rank: `param.main_grad` is fp32, shaped as the parameter, a view into one flat buffer in the reverse
     order of `named_params`, which should be the order of use. The buffer is cut into buckets of whole gradients.
 
-    What travels when: backward adds each gradient to `main_grad` and frees `param.grad`. The first step
-    counts how often each parameter contributes until `finish()` (micro-batches, modules used twice and
-    deferred weight gradients included) and measures when each is complete and what the link carries. From the second
+    What travels when: backward adds each gradient to `main_grad` and frees `param.grad`; an op that was given
+    `defer_wgrad=buckets.accumulate` computes it there, and before the gradient of its input. The first step counts
+    how often each parameter contributes until `finish()` (micro-batches, modules used twice and deferred weight
+    gradients included) and measures when each is complete and what the link carries. From the second
     step on a bucket is summed over `dp_group` in the background as soon as the last contribution to it is in, in the
     order and the pieces of `comm.plan`, which the group agrees on after the first step and every 256th. Parameters of
     which each tensor-parallel rank holds a part of the gradient (`ParamLayout.partial_grad`) share one more bucket,

@@ -21,7 +21,7 @@ from fusedcomm.comm.mesh import Mesh
 from fusedcomm.comm.record import Recording, recording, span
 from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.nn import TensorParallel, Transformer, layer_flops, vocab_parallel_cross_entropy, vocab_parallel_hits
-from fusedcomm.ops.wgrad import DeferWgrad
+from fusedcomm.ops.wgrad import DeferWgrad, WeightGradient
 from fusedcomm.parallel import (
     ActivationParking,
     DiskFolder,
@@ -307,6 +307,9 @@ class Trainer:
 
     def _build_stage(self, layers: range, *, first: bool, last: bool, defer_wgrad: DeferWgrad | None) -> nn.Module:
         tensor_parallel = self.config.parallel_config.tensor_parallel
+        if defer_wgrad is None and self.mesh.tp == 1 and not self.shards_weights:
+            # Where it is kept, and before dx. More tensor-parallel ranks hide the sums of dx behind it.
+            defer_wgrad = self._accumulate
         stage = Transformer(
             self.shape,
             tp=TensorParallel(
@@ -334,6 +337,10 @@ class Trainer:
                 keep_gathered=self.mesh.pp > 1,
             )
         return stage
+
+    def _accumulate(self, weight: Tensor, gradient: WeightGradient) -> None:
+        # The buckets are made after the layers.
+        self._whole.accumulate(weight, gradient)
 
     def _disk_folder(self) -> DiskFolder | None:
         offload = self.config.train.offload
