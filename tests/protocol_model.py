@@ -1,15 +1,16 @@
 """The flag protocol as a model of explicit states: which action may happen when, and what it reads and writes.
 
-A run of W ranks over a few calls is a set of actions, each of which happens once: after certain others (orderings,
-which have names and can be left out), and, for a wait, when its flag says so. Everything else may happen in any order:
-so peers are late, and run ahead, as far as the protocol lets them. The search goes through all orders, except that of
-two adjacent actions that touch nothing in common it tries one (stubborn sets, Valmari 1989; the runs are finite, so
-that it still meets every value that a read can see, and every state in which nothing goes on).
+A run of W ranks over a few calls, which are begun and finished, is a set of actions, each of which happens once: after
+certain others (orderings, which have names and can be left out), and, for a wait, when its flag says so. Everything
+else may happen in any order: so peers are late, and run ahead, as far as the protocol lets them. The search goes
+through all orders, except that of two adjacent actions that touch nothing in common it tries one (stubborn sets,
+Valmari 1989; the runs are finite, so that it still meets every value that a read can see, and every state in which
+nothing goes on).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +18,13 @@ from typing import Any
 # Epochs wrap, as they do modulo 2^32, in the middle of a run.
 MODULUS = 8
 FIRST_EPOCH = 6
-NUM_BUFFERS = 2
 NUM_TILES = 2
 # What holds on one rank anyway, by the order of a stream or of a program.
 PROGRAM = "program order"
+
+
+def one_after_the_other(calls: int) -> tuple[int, ...]:
+    return tuple(event for call in range(1, calls + 1) for event in (call, -call))
 
 
 @dataclass(frozen=True)
@@ -30,19 +34,21 @@ class Protocol:
     Attributes:
         op: all_gather or reduce_scatter.
         chunks: how many each rank owns.
-        calls: on the same buffers, one after the other.
+        order: in which each rank begins and finishes its calls: n begins call n, -n finishes it.
         without: names of orderings that are left out.
         unbounded: names of waits without a time limit.
-        num_buffers: that the calls use in turn.
-        compare: how a wait compares its flag with its epoch: modulo, plain or equal.
+        num_buffers: how many there are.
+        in_turn: whether calls use them in turn, be they free or not, instead of what has been free for longest.
+        compare: how a wait compares its flag with its epoch: modulo or plain.
     """
 
     op: str
     chunks: tuple[int, ...]
-    calls: int = 4
+    order: tuple[int, ...] = one_after_the_other(4)
     without: frozenset[str] = frozenset()
     unbounded: frozenset[str] = frozenset()
-    num_buffers: int = NUM_BUFFERS
+    num_buffers: int = 2
+    in_turn: bool = False
     compare: str = "modulo"
 
 
@@ -67,6 +73,20 @@ class Action:
         return self.changes | {*self.reads, *([self.waits[0]] if self.waits else [])}
 
 
+def _buffers(protocol: Protocol) -> tuple[dict[int, int], dict[int, int]]:
+    """Which buffer each call uses, and as the how-manieth."""
+    buffer: dict[int, int] = {}
+    epoch: dict[int, int] = {}
+    free = deque(range(protocol.num_buffers))
+    for event in protocol.order:
+        if event < 0:
+            free.append(buffer[-event])
+            continue
+        buffer[event] = (event - 1) % protocol.num_buffers if protocol.in_turn else free.popleft()
+        epoch[event] = 1 + sum(buffer[call] == buffer[event] for call in epoch)
+    return buffer, epoch
+
+
 class Model:
     """All actions of all ranks, in an order in which they may happen."""
 
@@ -76,9 +96,17 @@ class Model:
         self.actions: list[Action] = []
         self.orderings: set[str] = set()
         self._places: dict[tuple[Any, ...], int] = {}
-        for call in range(1, protocol.calls + 1):
+        # Of each call its buffer, and which of the calls on that buffer it is.
+        self._buffer, self._epoch = _buffers(protocol)
+        self.last_epoch = max(self._epoch.values())
+        # What each rank's program did last.
+        self._last: list[tuple[Any, ...] | None] = [None] * self.world
+        for event in protocol.order:
             for rank in range(self.world):
-                getattr(self, f"_{protocol.op}")(rank, call)
+                if event > 0:
+                    getattr(self, f"_begin_{protocol.op}")(rank, event)
+                else:
+                    getattr(self, f"_finish_{protocol.op}")(rank, -event)
         self._touching: dict[Any, list[int]] = defaultdict(list)
         for place, action in enumerate(self.actions):
             for what in action.touches:
@@ -106,23 +134,22 @@ class Model:
         """The others, the one that needs our chunks next first."""
         return [(rank - distance) % self.world for distance in range(1, self.world)]
 
-    def _last_end(self, rank: int, call: int) -> list[tuple[Any, ...]]:
-        return [("end", rank, call - 1)] if call > 1 else []
+    def _program(self, name: tuple[Any, ...], rank: int, call: int, after: Iterable[Any] = (), **what: Any) -> None:
+        """An action after what the rank's program did last."""
+        last = self._last[rank]
+        self._last[rank] = self._add(name, rank, call, [*([last] if last else []), *after], **what)
 
-    def _reuse(self, rank: int, peer: int, call: int) -> tuple[Any, ...]:
+    def _reuse(self, rank: int, peer: int, call: int) -> list[tuple[str, Any]]:
         """Before the first copy of a call into a buffer of a peer: it has read what was there."""
-        return self._add(
-            ("reuse", peer),
-            rank,
-            call,
-            [("produced", rank, call)],
-            waits=(("done", rank, peer), call - NUM_BUFFERS),
-            kind="reuse barrier",
-        )
+        if self._epoch[call] == 1:
+            return []
+        flag = (("done", rank, peer, self._buffer[call]), self._epoch[call] - 1)
+        free = self._add(("reuse", peer), rank, call, [("produced", rank, call)], waits=flag, kind="reuse barrier")
+        return [("reuse barrier", free)]
 
     def _transfer(self, rank: int, call: int, peer: int, chunk: int, source: list, after: list) -> None:
         """Copies a chunk into a peer's buffer and raises its flag there, both on the communication stream."""
-        cell = ("buffer", peer, call % self.protocol.num_buffers, rank, chunk)
+        cell = ("buffer", peer, self._buffer[call], rank, chunk)
         sent = self._add(
             ("copy", peer, chunk),
             rank,
@@ -132,55 +159,66 @@ class Model:
             writes=[cell],
             kind="copy",
         )
-        flag = (("flag", peer, rank, chunk), call)
+        flag = (("flag", peer, self._buffer[call], rank, chunk), self._epoch[call])
         self._add(("raise", peer, chunk), rank, call, [("data before flag", sent)], raises=flag)
 
     def _receive(self, rank: int, call: int, peer: int, chunk: int, after: list) -> tuple[Any, ...]:
         """Waits for a chunk of a peer, then reads it."""
-        flag = (("flag", rank, peer, chunk), call)
+        flag = (("flag", rank, self._buffer[call], peer, chunk), self._epoch[call])
         came = self._add(("wait", peer, chunk), rank, call, after, waits=flag, kind="chunk flag")
-        cell = ("buffer", rank, call % self.protocol.num_buffers, peer, chunk)
+        cell = ("buffer", rank, self._buffer[call], peer, chunk)
         return self._add(("load", peer, chunk), rank, call, [*after, ("chunk flag", came)], reads=[cell], kind="load")
 
-    def _end(self, rank: int, call: int, loads: list, copies: list) -> None:
-        produced = ("produced", rank, call)
-        after = [produced, *(("reads before done", load) for load in loads)]
+    def _end(self, rank: int, call: int, loads: list) -> None:
+        after = [("reads before done", load) for load in loads]
+        last = self._last[rank]
         said = [
-            self._add(("done", peer), rank, call, after, raises=(("done", peer, rank), call))
+            self._add(
+                ("done", peer),
+                rank,
+                call,
+                [last, *after],
+                raises=(("done", peer, rank, self._buffer[call]), self._epoch[call]),
+            )
             for peer in self._peers(rank)
         ]
-        self._add(("end",), rank, call, [produced, *loads, *said, *(("join", copy) for copy in copies)])
-
-    def _all_gather(self, rank: int, call: int) -> None:
-        """Our rows are produced; copies push them to the peers; the kernel loads theirs, each behind its flag."""
-        chunks = self.protocol.chunks
-        produced = self._add(("produced",), rank, call, self._last_end(rank, call), writes=[("x", rank)])
-        copies = []
-        for peer in self._peers(rank) if chunks[rank] else []:
-            after = [("input event", produced)]
-            if call > NUM_BUFFERS:
-                after.append(("reuse barrier", self._reuse(rank, peer, call)))
-            for chunk in range(chunks[rank]):
-                self._transfer(rank, call, peer, chunk, [("x", rank)], after)
-                copies.append(("copy", peer, chunk, rank, call))
-        loads = [
-            self._receive(rank, call, peer, chunk, [produced])
-            for peer in self._peers(rank)[::-1]
-            for chunk in range(chunks[peer])
+        copies = [
+            action.name
+            for action in self.actions
+            if action.rank == rank and action.call == call and action.name[0] == "copy"
         ]
-        self._end(rank, call, loads, copies)
+        self._program(("end",), rank, call, [*loads, *said, *(("join", copy) for copy in copies)])
 
-    def _reduce_scatter(self, rank: int, call: int) -> None:
+    def _begin_all_gather(self, rank: int, call: int) -> None:
+        """Our rows are produced; copies push them to the peers."""
+        own = ("buffer", rank, self._buffer[call], rank, 0)
+        self._program(("produced",), rank, call, writes=[own])
+        for peer in self._peers(rank) if self.protocol.chunks[rank] else []:
+            after = [("input event", ("produced", rank, call)), *self._reuse(rank, peer, call)]
+            for chunk in range(self.protocol.chunks[rank]):
+                self._transfer(rank, call, peer, chunk, [own], after)
+
+    def _finish_all_gather(self, rank: int, call: int) -> None:
+        """The kernel loads our rows and those of the peers, each chunk behind its flag."""
+        last = self._last[rank]
+        loads = [
+            self._receive(rank, call, peer, chunk, [last])
+            for peer in self._peers(rank)[::-1]
+            for chunk in range(self.protocol.chunks[peer])
+        ]
+        own = ("buffer", rank, self._buffer[call], rank, 0)
+        loads.append(self._add(("own",), rank, call, [last], reads=[own]))
+        self._end(rank, call, loads)
+
+    def _begin_reduce_scatter(self, rank: int, call: int) -> None:
         """Tiles of a chunk are stored and counted, the last one raises a flag on which the stream sends the chunk."""
-        chunks = self.protocol.chunks
-        produced = self._add(("produced",), rank, call, self._last_end(rank, call))
-        copies, loads = [], []
+        self._program(("produced",), rank, call)
+        produced = ("produced", rank, call)
         for owner in [*self._peers(rank)[::-1], rank]:
-            reuse = []
-            if call > NUM_BUFFERS and owner != rank and chunks[owner]:
-                reuse = [("reuse barrier", self._reuse(rank, owner, call))]
-            for chunk in range(chunks[owner]):
-                cells = [("partial", rank, owner, chunk, tile) for tile in range(NUM_TILES)]
+            chunks = self.protocol.chunks[owner]
+            reuse = self._reuse(rank, owner, call) if owner != rank and chunks else []
+            for chunk in range(chunks):
+                cells = self._partials(rank, call, owner, chunk)
                 counts = []
                 for tile, cell in enumerate(cells):
                     stored = self._add(("store", owner, chunk, tile), rank, call, [produced], writes=[cell])
@@ -188,22 +226,30 @@ class Model:
                         self._add(("count", owner, chunk, tile), rank, call, [("store before count", stored)])
                     )
                 if owner == rank:
-                    loads.append(self._add(("own", chunk), rank, call, counts, reads=cells))
                     continue
-                ready = (("ready", rank, owner, chunk), call)
+                ready = (("ready", rank, self._buffer[call], owner, chunk), self._epoch[call])
                 self._add(
                     ("publish", owner, chunk), rank, call, [("all tiles", count) for count in counts], raises=ready
                 )
                 seen = self._add(("see", owner, chunk), rank, call, [produced], waits=ready, kind="ready flag")
-                after = [produced, ("ready flag", seen), *reuse]
-                self._transfer(rank, call, owner, chunk, cells, after)
-                copies.append(("copy", owner, chunk, rank, call))
+                self._transfer(rank, call, owner, chunk, cells, [produced, ("ready flag", seen), *reuse])
+
+    def _finish_reduce_scatter(self, rank: int, call: int) -> None:
+        """Our own partial sums are added to those of the peers, each chunk behind its flag."""
+        last, chunks = self._last[rank], self.protocol.chunks[rank]
+        loads = []
+        for chunk in range(chunks):
+            cells = self._partials(rank, call, rank, chunk)
+            counts = [("count", rank, chunk, tile, rank, call) for tile in range(NUM_TILES)]
+            loads.append(self._add(("own", chunk), rank, call, [last, *counts], reads=cells))
         loads += [
-            self._receive(rank, call, peer, chunk, [produced])
-            for peer in self._peers(rank)
-            for chunk in range(chunks[rank])
+            self._receive(rank, call, peer, chunk, [last]) for peer in self._peers(rank) for chunk in range(chunks)
         ]
-        self._end(rank, call, loads, copies)
+        self._end(rank, call, loads)
+
+    def _partials(self, rank: int, call: int, owner: int, chunk: int) -> list[tuple[Any, ...]]:
+        """Where the tiles of a chunk are: in memory that is given back, as the buffer is, at the end of the call."""
+        return [("partial", rank, self._buffer[call], owner, chunk, tile) for tile in range(NUM_TILES)]
 
     def _stream_order(self, rank: int) -> list[tuple[Any, ...]]:
         """What the communication stream did last: it does one thing after the other."""
@@ -216,10 +262,8 @@ class Model:
             return False
         if action.waits is None:
             return True
-        key, call = action.waits
-        flag, epoch = flags.get(key, FIRST_EPOCH), (FIRST_EPOCH + call) % MODULUS
-        if self.protocol.compare == "equal":
-            return flag == epoch
+        key, count = action.waits
+        flag, epoch = flags.get(key, FIRST_EPOCH), (FIRST_EPOCH + count) % MODULUS
         if self.protocol.compare == "plain":
             return flag >= epoch
         return (flag - epoch) % MODULUS < MODULUS // 2
@@ -233,8 +277,8 @@ class Model:
         for cell in action.writes:
             memory[cell] = action.call
         if action.raises is not None:
-            key, call = action.raises
-            flags[key] = (FIRST_EPOCH + call) % MODULUS
+            key, count = action.raises
+            flags[key] = (FIRST_EPOCH + count) % MODULUS
 
     def rivals(self, place: int, happened: int) -> set[int]:
         """Actions still to come that must not be reordered with this one, though nothing makes them come after it."""
@@ -260,12 +304,12 @@ class Model:
             waits = [earlier for earlier in missing if self.actions[earlier].waits]
             return set() if closed & set(missing) else {(waits or missing)[-1]}
         assert action.waits is not None
-        key, call = action.waits
+        key, count = action.waits
         raising = {
             other
             for other in self._touching[key]
             if (raised := self.actions[other].raises) and not happened >> other & 1
-            if self.protocol.compare != "modulo" or raised[1] >= call
+            if self.protocol.compare != "modulo" or raised[1] >= count
         }
         return {other for other in raising if not any(self._before[other] >> first & 1 for first in raising)}
 
@@ -296,9 +340,9 @@ class Search:
 
 def search(protocol: Protocol, *, reduced: bool = True) -> Search:
     """Goes through all runs of a protocol; raises Bug at a wrong read, and where nothing goes on before the end."""
-    if protocol.calls > MODULUS // 2:
-        raise ValueError(f"{protocol.calls} calls; at most {MODULUS // 2}, half of which flags can be told apart")
     model = Model(protocol)
+    if model.last_epoch > MODULUS // 2:
+        raise ValueError(f"{model.last_epoch} calls on a buffer; at most {MODULUS // 2} can be told apart")
     everything = (1 << len(model.actions)) - 1
     result = Search()
     start: tuple[int, dict[Any, int], dict[Any, int]] = (0, {}, {})
@@ -394,5 +438,5 @@ def _lead(model: Model, happened: int) -> int:
     calls = [0] * model.world
     for place, action in enumerate(model.actions):
         if action.name[0] == "end" and happened >> place & 1:
-            calls[action.rank] = max(calls[action.rank], action.call)
+            calls[action.rank] += 1
     return max(calls) - min(calls)

@@ -1,4 +1,4 @@
-"""The buffers of fused calls: what one holds, how large it must be, and which of them a call uses."""
+"""The buffers of fused calls: what one holds, and how large it must be."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-# How many buffers the calls of one kind use in turn.
-NUM_BUFFERS = 2
 # Flags of one buffer, and so the most chunks of all ranks together.
 MAX_CHUNKS = 4096
 
@@ -31,26 +29,6 @@ class Buffer:
 
     def view(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.data[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
-
-
-class Lane:
-    """The buffers of one kind of call on all ranks, of a size that does not change, and whose turn it is.
-
-    Args:
-        by_rank: of each rank, `NUM_BUFFERS` of `num_bytes` each.
-    """
-
-    def __init__(self, num_bytes: int, by_rank: Sequence[Sequence[Buffer]]) -> None:
-        self.num_bytes = num_bytes
-        self._by_rank = by_rank
-        self._turn = 0
-
-    def take_turn(self, *, stay: bool = False) -> tuple[int, list[Buffer]]:
-        """For the next call: which of its buffers a rank uses, and that one of every rank. `stay` lets it be next."""
-        turn = self._turn
-        if not stay:
-            self._turn = (turn + 1) % NUM_BUFFERS
-        return turn, [buffers[turn] for buffers in self._by_rank]
 
 
 def gather_bytes(shard: Tensor, sizes: Sequence[int]) -> int:

@@ -8,22 +8,14 @@ alone, in the order of its calls, and nobody has to ask whether a peer's is free
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from fusedcomm.comm.buffers import (
-    NUM_BUFFERS,
-    check_chunks,
-    gather_bytes,
-    part_bytes,
-    rounded_up,
-    scatter_bytes,
-    split_buffer,
-)
+from fusedcomm.comm.buffers import Buffer, check_chunks, gather_bytes, part_bytes, scatter_bytes, split_buffer
 from fusedcomm.comm.channel import Channel
-from fusedcomm.comm.flights import BufferedGather, BufferedScatter, CountedLane, FlightTransport, Turn
+from fusedcomm.comm.flights import BufferedGather, BufferedScatter, FlightTransport
+from fusedcomm.comm.lanes import Turn
 from fusedcomm.comm.places import Mark, RankStreams
 from fusedcomm.comm.ring import Step
 from fusedcomm.comm.threads import Threads
@@ -43,11 +35,9 @@ class ExchangedTransport(FlightTransport):
     def __init__(self, channel: Channel, op: str, device: torch.device, first_epoch: int = 0) -> None:
         on_gpu = channel.backend_of(op, device) == "nccl"
         place = RankStreams(device, channel.timeout_s) if on_gpu else Threads(channel.timeout_s)
-        super().__init__(channel.rank, channel.world, device, place)
+        super().__init__(channel.rank, channel.world, device, place, first_epoch)
         self.communication_sms = _NCCL_SMS if on_gpu else 0
         self.channel = channel
-        self._first_epoch = first_epoch
-        self._lanes: dict[str, CountedLane] = {}
         # Kept to the end: a captured graph replays its calls in the buffers that it was captured with.
         self._memory: list[Tensor] = []
 
@@ -73,22 +63,17 @@ class ExchangedTransport(FlightTransport):
             ValueError: the call is captured but has not run before.
         """
         self.refuse_if_failed(op)
-        lane = self._lanes.get(kind)
-        fits = lane is not None and num_bytes <= lane.num_bytes
-        if not (fits and self.channel.has_agreed(signature)):
+        if not (self.has_room(kind, num_bytes) and self.channel.has_agreed(signature)):
             refuse_in_capture(op, self._device, signature)
-        if lane is None or not fits:
-            num_bytes = rounded_up(num_bytes)
-            size = sum(part_bytes(self.world, num_bytes, _ALIGNMENT))
-            whole = torch.empty(NUM_BUFFERS * size, dtype=torch.uint8, device=self._device)
-            mine = [split_buffer(piece, self.world, num_bytes, _ALIGNMENT) for piece in whole.split(size)]
-            for buffer in mine:
-                buffer.flags.fill_(self._first_epoch)
-            self._memory.append(whole)
-            lane = CountedLane(num_bytes, [mine], 0, self._first_epoch, self._device)
-            self._lanes[kind] = lane
-        # No peer is told when a buffer has been read.
-        return replace(lane.next_turn(), buffers=())
+        return self.lane(op, kind, num_bytes).take()
+
+    def make_buffer(self, op: str, kind: str, num_bytes: int) -> tuple[tuple[()], Buffer]:
+        whole = torch.empty(sum(part_bytes(self.world, num_bytes, _ALIGNMENT)), dtype=torch.uint8, device=self._device)
+        mine = split_buffer(whole, self.world, num_bytes, _ALIGNMENT)
+        mine.flags.fill_(self._first_epoch)
+        self._memory.append(whole)
+        # No peer is told when it has been read.
+        return (), mine
 
 
 class ExchangedGather(BufferedGather):

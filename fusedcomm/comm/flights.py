@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from fusedcomm.comm.buffers import NUM_BUFFERS, Buffer, Lane, check_chunks, gather_bytes, scatter_bytes
+from fusedcomm.comm.buffers import Buffer, check_chunks, gather_bytes, rounded_up, scatter_bytes
+from fusedcomm.comm.lanes import Lane, Turn
 from fusedcomm.comm.places import Mark, Place
 from fusedcomm.comm.pool import STAGING
 from fusedcomm.comm.record import span
@@ -24,52 +25,6 @@ from fusedcomm.errors import PeerError
 from fusedcomm.kernels.flags import Chunks, Timeout, read_status
 
 
-@dataclass(frozen=True)
-class Turn:
-    """What one call uses.
-
-    Attributes:
-        buffers: those of all ranks into which this one can write, and `mine`, its own.
-        epoch, before: [1] int32, the call's epoch and the one before it, on this rank's device.
-        check_peers: PeerError if a peer does not make this call, where that is not known yet.
-    """
-
-    buffers: Sequence[Buffer]
-    mine: Buffer
-    epoch: Tensor
-    before: Tensor
-    check_peers: Callable[[], None] = lambda: None
-
-
-class CountedLane(Lane):
-    """A lane whose epochs the device counts, so that a captured graph goes on counting when it is replayed.
-
-    Args:
-        place: where in `by_rank` our own buffers are.
-    """
-
-    def __init__(
-        self,
-        num_bytes: int,
-        by_rank: Sequence[Sequence[Buffer]],
-        place: int,
-        first_epoch: int,
-        device: torch.device,
-    ) -> None:
-        super().__init__(num_bytes, by_rank)
-        self._place = place
-        words = torch.tensor([first_epoch, first_epoch - 1], dtype=torch.int32, device=device)
-        self._words = [words.clone() for _ in range(NUM_BUFFERS)]
-
-    def next_turn(self, *, stay: bool = False) -> Turn:
-        """For the next call. With `stay` the epoch, for which all flags are up, and the turn remain as they are."""
-        turn, buffers = self.take_turn(stay=stay)
-        words = self._words[turn]
-        if not stay:
-            words.add_(1)
-        return Turn(buffers, buffers[self._place], words[:1], words[1:])
-
-
 class FlightTransport(ABC):
     """`FlagTransport` of these flights; whose buffers they are, and what ranks agree on, is up to the subclass."""
 
@@ -77,7 +32,7 @@ class FlightTransport(ABC):
     reason: str = ""
     communication_sms: int
 
-    def __init__(self, rank: int, world: int, device: torch.device, place: Place) -> None:
+    def __init__(self, rank: int, world: int, device: torch.device, place: Place, first_epoch: int) -> None:
         self.rank, self.world = rank, world
         self.place = place
         self.status = torch.zeros(4, dtype=torch.int32, device=device)
@@ -85,6 +40,8 @@ class FlightTransport(ABC):
         # A GPU's status as it was when the latest flight whose kernels have all run was finished.
         self._known_status = torch.zeros(4, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._error: Exception | None = None
+        self._first_epoch = first_epoch
+        self._lanes: dict[str, Lane] = {}
         # Kept: to make one on a GPU, the host would have to wait for the stream.
         self._starts: dict[tuple[int, ...], Tensor] = {}
 
@@ -105,6 +62,24 @@ class FlightTransport(ABC):
     @abstractmethod
     def take_turn(self, op: str, kind: str, signature: str, num_bytes: int) -> Turn:
         """What the next call of a kind uses, with room for so many bytes."""
+
+    @abstractmethod
+    def make_buffer(self, op: str, kind: str, num_bytes: int) -> tuple[Sequence[Buffer], Buffer]:
+        """Another buffer on every rank, all of which come to this together, as in `Turn`."""
+
+    def has_room(self, kind: str, num_bytes: int) -> bool:
+        """Whether the next call of a kind finds a buffer of that size."""
+        lane = self._lanes.get(kind)
+        return lane is not None and num_bytes <= lane.num_bytes and not lane.is_short
+
+    def lane(self, op: str, kind: str, num_bytes: int) -> Lane:
+        """Those of a kind, with room for the next call. A call's shapes are the same on all ranks."""
+        lane = self._lanes.get(kind)
+        if lane is None or lane.num_bytes < num_bytes:
+            lane = self._lanes[kind] = Lane(rounded_up(num_bytes), self._first_epoch, self._device)
+        while lane.is_short:
+            lane.add(*self.make_buffer(op, kind, lane.num_bytes))
+        return lane
 
     def starts(self, bounds: Sequence[int]) -> Tensor:
         """The bounds on the device."""
@@ -220,6 +195,7 @@ class _Flight(ABC):
         mine.flags.copy_(epoch.expand_as(mine.flags))
         for buffer in self._turn.buffers:
             self._place.raise_flag(buffer.done, self._rank, epoch)
+        self._turn.release()
 
 
 class BufferedGather(_Flight):

@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from fusedcomm.comm.buffers import rounded_up
+from fusedcomm.comm.buffers import Buffer
 from fusedcomm.comm.channel import Channel
-from fusedcomm.comm.flights import CountedLane, FlightTransport, Turn
+from fusedcomm.comm.flights import FlightTransport
+from fusedcomm.comm.lanes import Turn
 from fusedcomm.comm.shared_memory import map_everywhere
 from fusedcomm.comm.threads import Threads
 
@@ -28,27 +29,22 @@ class SharedTransport(FlightTransport):
     communication_sms = 0
 
     def __init__(self, channel: Channel, first_epoch: int = 0) -> None:
-        super().__init__(channel.rank, channel.world, torch.device("cpu"), Threads(channel.timeout_s))
+        super().__init__(channel.rank, channel.world, torch.device("cpu"), Threads(channel.timeout_s), first_epoch)
         self._channel = channel
-        self._first_epoch = first_epoch
-        self._lanes: dict[str, CountedLane] = {}
 
     def take_turn(self, op: str, kind: str, signature: str, num_bytes: int) -> Turn:
         """As `FlightTransport.take_turn`.
 
         Raises:
-            PeerError: a peer calls something else, is gone or late; in the first call of a size, else `finish` does.
+            PeerError: a peer calls something else, is gone or late; where buffers are made, else `finish` does.
             ValueError: the ranks do not share a machine, or it has too little shared memory.
         """
         self.refuse_if_failed(op)
-        channel, lane = self._channel, self._lanes.get(kind)
-        if lane is None or lane.num_bytes < num_bytes:
-            # All ranks come to this together: a call's shapes are the same on all of them.
-            num_bytes = rounded_up(num_bytes)
-            channel.check_same(op, f"{op}: {kind} in {num_bytes} bytes of shared memory", self._device)
-            by_rank = map_everywhere(channel, op, num_bytes, self._first_epoch)
-            lane = CountedLane(num_bytes, by_rank, self.rank, self._first_epoch, self._device)
-            self._lanes[kind] = lane
-        turn = lane.next_turn()
-        headers = channel.announce(op, channel.next_call(), f"{signature}, epoch {int(turn.epoch)}")
+        turn = self.lane(op, kind, num_bytes).take()
+        headers = self._channel.announce(op, self._channel.next_call(), f"{signature}, epoch {int(turn.epoch)}")
         return replace(turn, check_peers=headers.check)
+
+    def make_buffer(self, op: str, kind: str, num_bytes: int) -> tuple[list[Buffer], Buffer]:
+        self._channel.check_same(op, f"{op}: {kind} in {num_bytes} bytes of shared memory", self._device)
+        by_rank = map_everywhere(self._channel, op, num_bytes, self._first_epoch)
+        return by_rank, by_rank[self.rank]

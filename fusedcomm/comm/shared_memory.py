@@ -10,15 +10,15 @@ from pathlib import Path
 
 import torch
 
-from fusedcomm.comm.buffers import NUM_BUFFERS, Buffer, part_bytes, split_buffer
+from fusedcomm.comm.buffers import Buffer, part_bytes, split_buffer
 from fusedcomm.comm.channel import Channel
 
 _FOLDER = Path("/dev/shm")
 _PAGE_BYTES = 4096
 
 
-def map_everywhere(channel: Channel, op: str, num_bytes: int, epoch: int) -> list[list[Buffer]]:
-    """Buffers of `num_bytes` on every rank, by rank, as all ranks map them; every rank of the group calls it.
+def map_everywhere(channel: Channel, op: str, num_bytes: int, epoch: int) -> list[Buffer]:
+    """A buffer of `num_bytes` on every rank, by rank, as all ranks map them; every rank of the group calls it.
 
     Names are known to all before there are files, and files go as soon as all have mapped them, or one has failed: so
     nothing stays behind, whichever rank dies.
@@ -30,7 +30,7 @@ def map_everywhere(channel: Channel, op: str, num_bytes: int, epoch: int) -> lis
     try:
         made = _attempt(lambda: _create(_FOLDER / mine, num_bytes, channel.world, epoch))
         _check_all(channel, op, made)
-        buffers: list[list[Buffer]] = []
+        buffers: list[Buffer] = []
         mapped = _attempt(lambda: buffers.extend(_map(_FOLDER / name, num_bytes, channel.world) for name in names))
         _check_all(channel, op, mapped)
     finally:
@@ -60,23 +60,23 @@ def _check_all(channel: Channel, op: str, outcome: str) -> None:
 
 
 def _create(path: Path, num_bytes: int, world: int, epoch: int) -> None:
-    whole = NUM_BUFFERS * sum(part_bytes(world, num_bytes, _PAGE_BYTES))
+    size = sum(part_bytes(world, num_bytes, _PAGE_BYTES))
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
         # Now, and not by a signal when it is written to, must a lack of memory show.
-        os.posix_fallocate(file, 0, whole)
+        os.posix_fallocate(file, 0, size)
     finally:
         os.close(file)
-    for buffer in _map(path, num_bytes, world):
-        buffer.flags.fill_(epoch)
-        buffer.done.fill_(epoch)
+    buffer = _map(path, num_bytes, world)
+    buffer.flags.fill_(epoch)
+    buffer.done.fill_(epoch)
 
 
-def _map(path: Path, num_bytes: int, world: int) -> list[Buffer]:
+def _map(path: Path, num_bytes: int, world: int) -> Buffer:
     size = sum(part_bytes(world, num_bytes, _PAGE_BYTES))
     file = os.open(path, os.O_RDWR)
     try:
-        whole = torch.frombuffer(mmap.mmap(file, NUM_BUFFERS * size), dtype=torch.uint8)
+        whole = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
     finally:
         os.close(file)
-    return [split_buffer(piece, world, num_bytes, _PAGE_BYTES) for piece in whole.split(size)]
+    return split_buffer(whole, world, num_bytes, _PAGE_BYTES)

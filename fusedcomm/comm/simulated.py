@@ -12,8 +12,9 @@ from typing import TypeVar
 
 import torch
 
-from fusedcomm.comm.buffers import MAX_CHUNKS, NUM_BUFFERS, Buffer
-from fusedcomm.comm.flights import CountedLane, FlightTransport, Turn
+from fusedcomm.comm.buffers import MAX_CHUNKS, Buffer
+from fusedcomm.comm.flights import FlightTransport
+from fusedcomm.comm.lanes import Lane, Turn
 from fusedcomm.comm.places import InTurns, SimulatedPlace, VirtualStreams
 from fusedcomm.errors import PeerError
 
@@ -47,18 +48,29 @@ class Simulation:
         on_cpu = device.type == "cpu"
         self.place: SimulatedPlace = InTurns() if on_cpu else VirtualStreams(world, device, gbyte_per_s, timeout_s)
         self.calls: dict[tuple[str, int], str] = {}
-        words = torch.full((MAX_CHUNKS + world,), first_epoch, dtype=torch.int32, device=device)
+        self._words = torch.full((MAX_CHUNKS + world,), first_epoch, dtype=torch.int32, device=device)
+        self._buffer_bytes = buffer_bytes
+        # Of each kind, in the order of their making: every rank's.
+        self._buffers: dict[str, list[list[Buffer]]] = {kind: [] for kind in _KINDS}
+        self.transports = [
+            SimulatedTransport(self, rank, world, device, buffer_bytes, first_epoch) for rank in range(world)
+        ]
 
-        def make_buffer() -> Buffer:
-            # Poisoned: what is read before it was written shows.
-            data = torch.full((buffer_bytes,), 255, dtype=torch.uint8, device=device)
-            return Buffer(data, *words.clone().split([MAX_CHUNKS, world]))
+    def buffer(self, kind: str, number: int) -> list[Buffer]:
+        """The ranks' buffers of that number."""
+        made = self._buffers[kind]
+        if number == len(made):
+            made.append([self._make_buffer() for _ in self.transports])
+        return made[number]
 
-        buffers = {kind: [[make_buffer() for _ in range(NUM_BUFFERS)] for _ in range(world)] for kind in _KINDS}
-        self.transports = []
-        for rank in range(world):
-            lanes = {kind: CountedLane(buffer_bytes, buffers[kind], rank, first_epoch, device) for kind in _KINDS}
-            self.transports.append(SimulatedTransport(self, rank, world, device, lanes))
+    def _make_buffer(self) -> Buffer:
+        # Poisoned: what is read before it was written shows.
+        data = torch.full((self._buffer_bytes,), 255, dtype=torch.uint8, device=self._words.device)
+        words = self._words.clone()
+        if data.is_cuda:
+            # Other streams will use it. Nothing waits for a peer yet: buffers are made while all warms up.
+            torch.cuda.synchronize()
+        return Buffer(data, *words.split([MAX_CHUNKS, len(self.transports)]))
 
     def run(self, function: Callable[[SimulatedTransport], Result]) -> list[Result]:
         """Call `function` for every rank, as each would in a process of its own; returns the results by rank.
@@ -95,14 +107,21 @@ class SimulatedTransport(FlightTransport):
     name = "simulated"
 
     def __init__(
-        self, simulation: Simulation, rank: int, world: int, device: torch.device, lanes: dict[str, CountedLane]
+        self,
+        simulation: Simulation,
+        rank: int,
+        world: int,
+        device: torch.device,
+        buffer_bytes: int,
+        first_epoch: int,
     ) -> None:
-        super().__init__(rank, world, device, simulation.place)
+        super().__init__(rank, world, device, simulation.place, first_epoch)
         self.communication_sms = simulation.place.communication_sms
         # Whether epochs stand still, and all flags are up.
         self.dry = False
         self._simulation = simulation
-        self._lanes = lanes
+        self._lanes |= {kind: Lane(buffer_bytes, first_epoch, device) for kind in _KINDS}
+        self._num_buffers: dict[str, int] = dict.fromkeys(_KINDS, 0)
         self._num_calls: dict[str, int] = dict.fromkeys(_KINDS, 0)
 
     def take_turn(self, op: str, kind: str, signature: str, num_bytes: int) -> Turn:
@@ -112,17 +131,20 @@ class SimulatedTransport(FlightTransport):
             PeerError: another rank calls something else.
             ValueError: the simulation's buffers are too small.
         """
-        lane = self._lanes[kind]
-        if num_bytes > lane.num_bytes:
-            raise ValueError(
-                f"{op}: needs {num_bytes} bytes, the simulation's buffers have {lane.num_bytes}; make more"
-            )
+        room = self._lanes[kind].num_bytes
+        if num_bytes > room:
+            raise ValueError(f"{op}: needs {num_bytes} bytes, the simulation's buffers have {room}; make more")
         if not self.dry:
             first = self._simulation.calls.setdefault((kind, self._num_calls[kind]), signature)
             self._num_calls[kind] += 1
             if first != signature:
                 raise PeerError(op, -1, -1, f"rank {self.rank} calls {signature!r}, an earlier rank {first!r}")
-        return lane.next_turn(stay=self.dry)
+        return self.lane(op, kind, num_bytes).take(dry=self.dry)
+
+    def make_buffer(self, op: str, kind: str, num_bytes: int) -> tuple[list[Buffer], Buffer]:
+        by_rank = self._simulation.buffer(kind, self._num_buffers[kind])
+        self._num_buffers[kind] += 1
+        return by_rank, by_rank[self.rank]
 
     def examine(self) -> None:
         # `Simulation.run` looks when all ranks are through.

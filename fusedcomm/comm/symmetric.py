@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from fusedcomm.comm.buffers import NUM_BUFFERS, Buffer, part_bytes, rounded_up, split_buffer
+from fusedcomm.comm.buffers import Buffer, part_bytes, split_buffer
 from fusedcomm.comm.channel import Channel
-from fusedcomm.comm.flights import CountedLane, FlightTransport, Turn
+from fusedcomm.comm.flights import FlightTransport
 from fusedcomm.comm.hierarchical import node_of_each_rank
+from fusedcomm.comm.lanes import Turn
 from fusedcomm.comm.places import RankStreams
 from fusedcomm.comm.transport import refuse_in_capture
 from fusedcomm.errors import PeerError
@@ -42,15 +43,13 @@ class SymmetricTransport(FlightTransport):
     communication_sms = 1
 
     def __init__(self, channel: Channel, op: str, device: torch.device, first_epoch: int = 0) -> None:
-        super().__init__(channel.rank, channel.world, device, RankStreams(device, channel.timeout_s))
+        super().__init__(channel.rank, channel.world, device, RankStreams(device, channel.timeout_s), first_epoch)
         self._channel = channel
-        self._first_epoch = first_epoch
-        self._lanes: dict[str, CountedLane] = {}
         # Kept to the end: a captured graph replays its calls in the buffers that it was captured with.
         self._memory: list[object] = []
         if len(set(node_of_each_rank(channel.group))) > 1:
             raise ValueError(f"{op}: transport 'symmetric' needs all ranks on one machine")
-        buffers = [turn for (turn, *_) in self._map_everywhere(op, _PROBE_BYTES)]
+        buffers, _ = self.make_buffer(op, "probe", _PROBE_BYTES)
         _check_all(channel, op, _attempt(lambda: self._probe(op, buffers)))
 
     def take_turn(self, op: str, kind: str, signature: str, num_bytes: int) -> Turn:
@@ -61,53 +60,42 @@ class SymmetricTransport(FlightTransport):
             ValueError: the call is captured but has not run before; or there is no memory for its buffers.
         """
         self.refuse_if_failed(op)
-        lane = self._lanes.get(kind)
-        fits = lane is not None and num_bytes <= lane.num_bytes
-        if not (fits and self._channel.has_agreed(signature)):
+        if not (self.has_room(kind, num_bytes) and self._channel.has_agreed(signature)):
             refuse_in_capture(op, self._device, signature)
         try:
             self._channel.agree(op, signature, self._device)
         except PeerError as error:
             self.fail(error)
             raise
-        if lane is None or not fits:
-            # All ranks come to this together: a call's shapes are the same on all of them.
-            num_bytes = rounded_up(num_bytes)
-            by_rank = self._map_everywhere(op, num_bytes)
-            lane = CountedLane(num_bytes, by_rank, self.rank, self._first_epoch, self._device)
-            self._lanes[kind] = lane
-        return lane.next_turn()
+        return self.lane(op, kind, num_bytes).take()
 
-    def _map_everywhere(self, op: str, num_bytes: int) -> list[list[Buffer]]:
-        """Buffers of `num_bytes` on every rank, by rank, as this one maps them."""
+    def make_buffer(self, op: str, kind: str, num_bytes: int) -> tuple[list[Buffer], Buffer]:
         size = sum(part_bytes(self.world, num_bytes, _ALIGNMENT))
         channel = self._channel
 
-        def split(whole: Tensor) -> list[Buffer]:
-            return [split_buffer(piece, self.world, num_bytes, _ALIGNMENT) for piece in whole.split(size)]
-
         def allocate() -> None:
-            whole = symmetric_memory.empty(NUM_BUFFERS * size, dtype=torch.uint8, device=self._device)
-            for buffer in split(whole):
-                buffer.flags.fill_(self._first_epoch)
-                buffer.done.fill_(self._first_epoch)
+            whole = symmetric_memory.empty(size, dtype=torch.uint8, device=self._device)
+            buffer = split_buffer(whole, self.world, num_bytes, _ALIGNMENT)
+            buffer.flags.fill_(self._first_epoch)
+            buffer.done.fill_(self._first_epoch)
             torch.cuda.synchronize(self._device)
             self._memory.append(whole)
 
         _check_all(channel, op, _attempt(allocate))
         whole = self._memory[-1]
         assert isinstance(whole, Tensor)
-        by_rank: list[list[Buffer]] = []
+        by_rank: list[Buffer] = []
 
         def map_all() -> None:
             # Returns when all ranks have come here, and so have set their flags.
             handle = symmetric_memory.rendezvous(whole, channel.group.group_name)
             self._memory.append(handle)
             for rank in range(self.world):
-                by_rank.append(split(handle.get_buffer(rank, (NUM_BUFFERS * size,), torch.uint8)))
+                theirs = handle.get_buffer(rank, (size,), torch.uint8)
+                by_rank.append(split_buffer(theirs, self.world, num_bytes, _ALIGNMENT))
 
         _check_all(channel, op, _attempt(map_all))
-        return by_rank
+        return by_rank, by_rank[self.rank]
 
     def _probe(self, op: str, buffers: list[Buffer]) -> None:
         """RuntimeError unless the rows and flags that each rank copies to all others arrive, in that order."""

@@ -133,17 +133,16 @@ class ScatterFlight(Flight, Protocol):
 class FlagTransport(Protocol):
     """What a fused op asks of the wire: chunks that travel while a kernel runs, each followed by its flag.
 
-    The protocol is that of `tests/protocol_model.py`. Each of a call's two kinds has two buffers on every rank, which
-    its calls use in turn. A buffer has an *epoch*, the number of the calls that used it, on the device, a flag for
-    each chunk, and for each peer a word that says up to which epoch that peer has read its own such buffer. A sender
-    copies a chunk into the receiver's buffer and then raises the chunk's flag there to the epoch; before its first
-    copy of a call it waits until the receiver has read what the call before left in that buffer. Epochs only grow,
-    modulo 2^32, and every wait compares modulo: nothing is ever reset. A buffer's own flags, where the model has one
-    set for both, let a wait see fewer raises than it does there, and the one that it needs.
+    The protocol is that of `tests/protocol_model.py`. Each of a call's two kinds has buffers on every rank, one more
+    than calls are under way at once. A call takes the one that has been free for longest, until it is finished. A
+    buffer has an *epoch*, the number of the calls that used it, on the device, a flag for each chunk, and for each peer
+    a word that says up to which epoch that peer has read its own such buffer. A sender copies a chunk into the
+    receiver's buffer and then raises the chunk's flag there to the epoch; before its first copy of a call it waits
+    until the receiver has read what the call before left in that buffer. Epochs only grow, modulo 2^32, and every wait
+    compares modulo: nothing is ever reset.
 
-    Calls of one kind finish in the order in which they were made, and at most two are under way at once. Every rank
-    makes the same calls in the same order. Rows are those of matrices, `sizes` those of each rank; every rank's are
-    cut into `pieces` chunks (`ring.chunk_bounds`).
+    Every rank makes and finishes the same calls in the same order. Rows are those of matrices, `sizes` those of each
+    rank; every rank's are cut into `pieces` chunks (`ring.chunk_bounds`).
 
     Attributes:
         name: `shared`, `simulated`, ...

@@ -50,8 +50,7 @@ def poisoned_buffers() -> Iterator[None]:
 
     def create_poisoned(path, num_bytes, world, epoch):
         create(path, num_bytes, world, epoch)
-        for buffer in shared_memory._map(path, num_bytes, world):
-            buffer.data.fill_(_NAN)
+        shared_memory._map(path, num_bytes, world).data.fill_(_NAN)
 
     def finish_poisoned(self: _Flight) -> None:
         # Raised again by `finish` itself.
