@@ -178,20 +178,22 @@ def test_schedule_with_data_parallel_matches_one_process(schedule, accumulation)
         assert {*ranks[0][step], *ranks[2][step]} == set(exact)
 
 
-def _frozen_first_stage(rank: int, world: int, schedule: str) -> dict[str, Tensor | None]:
-    pipeline = make_pipeline(schedule, dist.group.WORLD)
+def _frozen_first_stage(rank: int, world: int, schedule: str, weight_gradients: str) -> dict[str, Tensor | None]:
+    pipeline = make_pipeline(schedule, dist.group.WORLD, weight_gradients=weight_gradients)
     if pipeline.holds_first_stage:
         pipeline.stages[0].requires_grad_(False)
     pipeline.train_step(**data(0), loss_fn=mean_loss)
     return {name: param.grad for name, param in pipeline.named_parameters()}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_a_stage_with_nothing_to_train_leaves_the_others_right(schedule):
+@pytest.mark.parametrize(
+    ("schedule", "weight_gradients"), [("1f1b", "by_schedule"), ("zbv", "by_schedule"), ("1f1b", "at_end")]
+)
+def test_a_stage_with_nothing_to_train_leaves_the_others_right(schedule, weight_gradients):
     _, exact = one_process(torch.float64, 0)
     _, plain = one_process(torch.float32, 0)
     frozen = set()
-    for grads in run_ranks(2, _frozen_first_stage, schedule):
+    for grads in run_ranks(2, _frozen_first_stage, schedule, weight_gradients):
         for name, grad in grads.items():
             if grad is None:
                 frozen.add(name)

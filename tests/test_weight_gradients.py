@@ -14,6 +14,7 @@ from pipeline_helpers import LAYERS, MICRO_BATCHES, data, make_pipeline, mean_lo
 from test_pipeline import CountGemms, check_against_one_process
 from torch import Tensor
 
+from fusedcomm.comm.mesh import build_mesh
 from fusedcomm.ops.wgrad import WeightGradient
 from fusedcomm.parallel import SCHEDULES, GradientBuckets, WgradQueue
 from fusedcomm.parallel.wgrad import PutOff
@@ -45,6 +46,21 @@ def test_wgrad_queue_computes_each_gradient_once_weight_by_weight():
     assert order() == [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 1), (2, 2), (2, 2)]
     queue.compute(backwards)
     assert order() == []
+
+
+def test_wgrad_queue_computes_what_is_put_off_together_with_one_more_backward():
+    weights = [torch.zeros(1, 1) for _ in range(3)]
+    added = []
+    queue = WgradQueue(lambda weight, gradient: added.append((weight, int(gradient.compute()))))
+    earlier = [put_off(queue, weights, (2, 1, 0), index) for index in range(2)]
+    with queue.computing_with(earlier):
+        # Weight 2 is used twice, weight 0 not at all.
+        assert put_off(queue, weights, (2, 2, 1), 2) == []
+    assert len(queue) == 0
+    places = [next(i for i, w in enumerate(weights) if w is weight) for weight, _ in added]
+    assert places == [2, 2, 2, 2, 1, 1, 1, 0, 0]
+    assert [index for _, index in added] == [0, 1, 2, 2, 0, 1, 2, 0, 1]
+    assert put_off(queue, weights, (0,), 3) != []
 
 
 def test_wgrad_queue_frees_activations_as_soon_as_their_gemm_is_done():
@@ -96,31 +112,48 @@ def test_weight_gradients_at_the_end_match_one_process_and_those_in_bubbles_to_t
     assert [sum(rank[mode]["gemms"] for rank in ranks) for mode in (0, 1)] == [num_gemms] * 2
 
 
-def _sums(rank: int, world: int) -> tuple[list[str], list[bool]]:
-    """The order in which sums leave, and whether the first layer's had when a gradient of the last came in."""
-    pipeline = make_pipeline("1f1b", None, weight_gradients="at_end")
-    (stage,) = pipeline.stages.values()
-    buckets = GradientBuckets(pipeline.named_parameters(), dp_group=dist.group.WORLD, bucket_mb=0.0002)
-    early = []
+def _sums(rank: int, world: int) -> tuple[list[str], list[tuple[str, int]]]:
+    """Weights in the order in which their sums leave, and each with how many had left when its last gradient came."""
+    mesh = build_mesh(pp=world // 2, dp=2, tp=1, timeout_s=30)
+    pipeline = make_pipeline("1f1b", mesh.pp_group, weight_gradients="at_end")
+    named = dict(pipeline.named_parameters())
+    names = {param: name for name, param in named.items()}
+    buckets = GradientBuckets(named.items(), dp_group=mesh.dp_group, bucket_mb=0.0002)
+    launched: dict[str, int] = {}
 
     def slowly(weight: Tensor, gradient: WeightGradient) -> None:
         time.sleep(0.01)
         buckets.accumulate(weight, gradient)
-        if weight is stage.get("output.weight"):
-            early.append(buckets._slots[stage.get("layers.0.weight")].bucket.launched)
+        launched[names[weight]] = sum(slot.bucket.launched for slot in buckets.slots if slot.name.endswith("weight"))
 
     pipeline.accumulate_into(slowly)
     for step in range(3):
         pipeline.train_step(**data(step), loss_fn=mean_loss)
         buckets.finish()
         buckets.zero()
-    names = [buckets._buckets[piece.transfer].slots[0].name for piece in buckets._queue._order]
-    return [name for name in dict.fromkeys(names) if name.endswith(".weight")], early
+    left = [buckets._buckets[piece.transfer].slots[0].name for piece in buckets._queue._order]
+    return [name for name in dict.fromkeys(left) if name.endswith("weight")], list(launched.items())
 
 
-def test_sums_leave_layer_by_layer_while_later_weight_gradients_are_computed():
-    order = ["embedding.weight", *(f"layers.{layer}.weight" for layer in range(LAYERS)), "output.weight"]
-    for names, early in run_ranks(2, _sums):
-        assert names == order
-        # The first step counts.
-        assert early == [False] * MICRO_BATCHES + [True] * 2 * MICRO_BATCHES
+def test_sums_leave_layer_by_layer_while_other_weight_gradients_are_computed():
+    first = [f"layers.{layer}.weight" for layer in (3, 2, 1, 0)]
+    last = [*(f"layers.{layer}.weight" for layer in (4, 5, 6, 7)), "output.weight"]
+    # Ranks 0 and 1 share the first stage, whose weights are complete as its last backward comes to them.
+    for order, (left, launched) in zip([first, first, last, last], run_ranks(4, _sums)):
+        # The embedding's is ready together with the first layer's.
+        assert [name for name in left if name != "embedding.weight"] == order
+        assert launched == [(name, index + 1) for index, name in enumerate(order)]
+
+
+def test_the_last_backward_of_a_single_stage_computes_all_weight_gradients():
+    pipeline = make_pipeline("1f1b", None, weight_gradients="at_end")
+    (stage,) = pipeline.stages.values()
+    order = []
+
+    def accumulate(weight: Tensor, gradient: WeightGradient) -> None:
+        order.append(next(name for name, param in stage.named_parameters() if param is weight))
+
+    pipeline.accumulate_into(accumulate)
+    pipeline.train_step(**data(0), loss_fn=mean_loss)
+    layers = [f"layers.{layer}.weight" for layer in range(LAYERS)]
+    assert order == [name for name in ["output.weight", *layers[::-1]] for _ in range(MICRO_BATCHES)]

@@ -61,9 +61,12 @@ class Pass:
 
     Activations live from the forward of a micro-batch to the end of its backward. A stage's output itself is let go as
     soon as the next stage has it: backward starts at its place in the graph. What travels to a stage of another rank is
-    the `courier`'s; to one of this rank it is handed on. Weight gradients of one stage that follow each other in the
-    list are computed weight by weight over all their micro-batches, so that the first is complete early. With `parking`
-    activations wait on disk, unless their backward comes next, and are read ahead while the action before it runs.
+    the `courier`'s; to one of this rank it is handed on. With `parking` activations wait on disk, unless their backward
+    comes next, and are read ahead while the action before it runs.
+
+    Weight gradients of one stage that follow each other in the list are computed weight by weight over all their
+    micro-batches, so that the first is complete early: those first that the next forward needs first. The first stage,
+    whose last backward no other waits for, has them even earlier: as that comes to each weight.
     """
 
     def __init__(
@@ -133,6 +136,11 @@ class Pass:
             indices = [each.micro_batch for each in together]
             with span("stage", f"weight gradients of micro-batches {', '.join(map(str, indices))} at stage {stage}"):
                 self._finish_backward(stage, indices)
+        elif len(together) > 1:
+            earlier = [each.micro_batch for each in together[1:] if each.micro_batch != index]
+            with self._queues[stage].computing_with([self._live[stage, each].put_off for each in earlier]):
+                self._compute_backward(stage, index)
+            self._finish_backward(stage, [*earlier, index])
         else:
             self._compute_backward(stage, index)
             if kind == "B":
@@ -225,9 +233,16 @@ class Pass:
 
 
 def _performed_together(actions: Sequence[Action]) -> Iterator[list[Action]]:
-    """Weight gradients of one stage that follow each other, and all else one by one."""
-    for _, group in groupby(actions, lambda action: action[:2] if action.kind == "W" else action):
-        yield list(group)
+    """Weight gradients of one stage that follow each other, and all else one by one.
+
+    With them goes the backward right before them of the first stage, if its own are among them: nobody waits for it.
+    """
+    groups = deque(list(group) for _, group in groupby(actions, lambda each: each[:2] if each.kind == "W" else each))
+    while groups:
+        together = groups.popleft()
+        if together[0][:2] == ("I", 0) and groups and together[0]._replace(kind="W") in groups[0]:
+            together += groups.popleft()
+        yield together
 
 
 def _call(module: nn.Module, x: Tensor, part: MicroBatch) -> Tensor:

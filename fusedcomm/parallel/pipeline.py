@@ -43,10 +43,11 @@ class Pipeline:
     over micro-batches.
 
     With `weight_gradients="at_end"` every schedule puts them off until its last gradient of an input, and computes them
-    weight by weight over all micro-batches, in the order of use: the next forward's first weights are complete first,
-    and their sums over data-parallel ranks travel while the others are computed. The way back through the stages is
-    shorter too, and so is the bubble of `gpipe`, `1f1b` and `interleaved`. The price is memory: each weight's input and
-    the gradient of its output are kept for all micro-batches until then.
+    weight by weight over all micro-batches: those that the next forward uses first are complete first, and their sums
+    over data-parallel ranks travel while the others are computed. (The first stage computes them in its last backward,
+    for which no other waits.) The way back through the stages is shorter too, and so is the bubble of `gpipe`, `1f1b`
+    and `interleaved`. The price is memory: each weight's input and the gradient of its output are kept for all
+    micro-batches until then.
 
     A stage must not keep its input beyond backward: its memory is used again. With `parking`, activations that wait for
     their backward do so on disk.
