@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedcomm.comm.plan import SHORT_S, Forecast, Pace, Piece, pace_of, plan, released_with
+from fusedcomm.comm.plan import SHORT_S, Forecast, Pace, Piece, lateness, pace_of, plan, released_with
 
 RATE = 1e6
 # The machine may be busy.
@@ -34,7 +34,7 @@ def finishes(order: list[Piece], transfers: list[Forecast]) -> dict[int, float]:
     return over
 
 
-def lateness(order: list[Piece], transfers: list[Forecast]) -> float:
+def worst_lateness(order: list[Piece], transfers: list[Forecast]) -> float:
     return max((over - transfers[index].needed_s for index, over in finishes(order, transfers).items()), default=0.0)
 
 
@@ -70,7 +70,7 @@ def test_plan_takes_what_is_needed_first_of_what_is_ready(transfers, piece_bytes
 def test_plan_is_no_later_than_first_come_first_served(transfers, piece_bytes):
     order = plan(transfers, bytes_per_s=RATE, piece_bytes=piece_bytes)
     by_readiness = sorted(order, key=lambda piece: (transfers[piece.after].ready_s, piece.transfer, piece.start))
-    assert lateness(order, transfers) <= lateness(by_readiness, transfers) + 1e-9
+    assert worst_lateness(order, transfers) <= worst_lateness(by_readiness, transfers) + 1e-9
 
 
 @untimed
@@ -99,3 +99,10 @@ def test_pace_follows_rate_and_computing_within_bounds():
     assert pace_of(1e8, 10.0) == Pace(4_000_000, 12_000_000)
     assert pace_of(1e4, 0.08).piece_bytes == 256 * 1024
     assert pace_of(1e12, 0.08).piece_bytes == 16 * 2**20
+
+
+@untimed
+@given(forecasts, piece_sizes)
+def test_lateness_is_what_the_last_result_is_late_by(transfers, piece_bytes):
+    order = plan(transfers, bytes_per_s=RATE, piece_bytes=piece_bytes)
+    assert lateness(transfers, order, bytes_per_s=RATE) == max(0.0, worst_lateness(order, transfers))

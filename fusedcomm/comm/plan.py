@@ -100,6 +100,17 @@ def plan(transfers: Sequence[Forecast], *, bytes_per_s: float, piece_bytes: int)
     return order
 
 
+def lateness(transfers: Sequence[Forecast], order: Sequence[Piece], *, bytes_per_s: float) -> float:
+    """How long those that need the results wait in all, if the pieces leave in this order one after the other."""
+    now_s, late_s = 0.0, 0.0
+    for piece in order:
+        ready_s = max(transfers[piece.transfer].ready_s, transfers[piece.after].ready_s)
+        now_s = max(now_s, ready_s) + piece.num_bytes / bytes_per_s
+        # Who has waited needs what comes next later by as much.
+        late_s = max(late_s, now_s - transfers[piece.transfer].needed_s)
+    return late_s
+
+
 def released_with(ready_s: Sequence[float]) -> list[int]:
     """For each transfer the one whose readiness lets it leave: itself, unless a short gap follows.
 

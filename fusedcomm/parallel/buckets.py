@@ -29,9 +29,13 @@ class Slot:
     padded: int
     num_expected: int = 0
     num_contributions: int = 0
-    # time.perf_counter() of the step's latest contribution, and of the first forward that used the parameter.
+    # time.perf_counter() of the step's latest contribution, and what computing it took if that was done here.
     ready_s: float | None = None
+    compute_s: float = 0.0
+    # Of the first forward that used the parameter, as if no layer before had waited for a sum.
     forward_s: float | None = None
+    # Its last contribution of a step is computed after all others.
+    is_last: bool = False
     bucket: Bucket = field(init=False)
 
 

@@ -53,7 +53,7 @@ class GradientBuckets:
     how often each parameter contributes until `finish()` (micro-batches, modules used twice and deferred weight
     gradients included) and measures when each is complete and what the link carries. From the second
     step on a bucket is summed over `dp_group` in the background as soon as the last contribution to it is in, in the
-    order and the pieces of `comm.plan`, which the group agrees on after the first step and every 256th. Parameters of
+    order and the pieces of `comm.plan`, which the group agrees on after steps 1, 4 and every 256th. Parameters of
     which each tensor-parallel rank holds a part of the gradient (`ParamLayout.partial_grad`) share one more bucket,
     which the end of the step sums over `tp_group` first. A group of one, or None, sends nothing.
 
@@ -69,7 +69,8 @@ class GradientBuckets:
 
     With `finish_later(update)` in place of `finish()` the step ends at once: each of `layers` waits, in its next
     forward, for the sums of its own parameters, and `update` is called on them first. `settle()` waits for all: whoever
-    reads parameters by other ways than the forward of a layer must call it.
+    reads parameters by other ways than the forward of a layer must call it. Gradients that are needed last may then be
+    computed after all others, in `finish_later`, while sums travel that are needed first (`Planner.last_gradients`).
 
     With `sharded` (ZeRO-1) each data-parallel rank steps its own rows of each parameter, `share_of(param)`, alone: a
     bucket is reduce-scattered, `main_grad` is the sum of those rows' gradients, and torch's optimizers have none.
@@ -135,6 +136,8 @@ class GradientBuckets:
         self._finished = False
         self._num_steps = self._num_pending = 0
         self._named_without_gradient: set[str] = set()
+        # Gradients that are computed after all others.
+        self._put_off: list[tuple[Slot, WeightGradient]] = []
         self.zero()
 
     def accumulate(self, param: Tensor, grad: Tensor | WeightGradient) -> None:
@@ -152,22 +155,36 @@ class GradientBuckets:
             self._check_settled(slot)
         if not self._begun:
             self._begin()
-        bucket = slot.bucket
-        if bucket.launched:
+        is_complete = self._counted and slot.num_contributions == slot.num_expected
+        if slot.bucket.launched or (slot.is_last and is_complete):
             raise RuntimeError(
                 f"GradientBuckets: contribution {slot.num_contributions + 1} to the gradient of {slot.name} came "
                 f"after its bucket was sent with {slot.num_contributions}; call zero() after each optimizer step, and "
                 "count_again() before a step with more micro-batches or other uses of a module"
             )
-        # The first one overwrites what the step before left.
-        is_first = slot.num_contributions == 0
-        if isinstance(grad, WeightGradient):
-            grad.add_to(slot.grad, overwrite=is_first)
-        else:
-            with torch.no_grad():
-                slot.grad.copy_(grad) if is_first else slot.grad.add_(grad)
         slot.num_contributions += 1
         slot.ready_s = time.perf_counter()
+        if isinstance(grad, WeightGradient):
+            if slot.is_last and self._counted and slot.num_contributions == slot.num_expected:
+                self._put_off.append((slot, grad))
+                return
+            self._compute(slot, grad)
+            slot.ready_s = time.perf_counter()
+        else:
+            with torch.no_grad():
+                slot.grad.copy_(grad) if slot.num_contributions == 1 else slot.grad.add_(grad)
+        self._note_contribution(slot)
+
+    def _compute(self, slot: Slot, grad: WeightGradient) -> None:
+        """The latest contribution; the first one overwrites what the step before left."""
+        start_s = time.perf_counter()
+        grad.add_to(slot.grad, overwrite=slot.num_contributions == 1)
+        # On a GPU the host's clock does not tell: nothing is put off there.
+        slot.compute_s = time.perf_counter() - start_s if slot.grad.device.type == "cpu" else 0.0
+
+    def _note_contribution(self, slot: Slot) -> None:
+        """Launch the bucket if that was the last one to it."""
+        bucket = slot.bucket
         if self._counted and slot.num_contributions == slot.num_expected:
             bucket.num_waiting -= 1
             if bucket.num_waiting == 0 and bucket is not self._merged:
@@ -227,6 +244,8 @@ class GradientBuckets:
                 self._open(bucket)
         for slot in self._slots.values():
             slot.forward_s = None
+        self._waited_s = 0.0
+        self._put_off.clear()
         self._begun = self._finished = False
 
     def count_again(self) -> None:
@@ -301,6 +320,11 @@ class GradientBuckets:
         if not self._begun:
             self._begin()
         self._check_no_stray_gradient()
+        while self._put_off:
+            # Backward came first to what the next forward needs last.
+            slot, grad = self._put_off.pop()
+            self._compute(slot, grad)
+            self._note_contribution(slot)
         for bucket in self._buckets:
             if not bucket.launched:
                 self._launch(bucket)
@@ -315,14 +339,16 @@ class GradientBuckets:
     def _before_forward(self, slots: list[Slot], *_: object) -> None:
         for slot in slots:
             if slot.forward_s is None:
-                slot.forward_s = time.perf_counter()
+                slot.forward_s = time.perf_counter() - self._waited_s
             self._settle(slot.bucket)
 
     def _settle(self, bucket: Bucket) -> None:
         then = bucket.pending
         if then is None:
             return
+        start_s = time.perf_counter()
         self._wait(bucket, "gradients_dp" if self._shares is None else "parameters_dp")
+        self._waited_s += time.perf_counter() - start_s
         then(bucket)
         bucket.pending = None
         self._num_pending -= 1
@@ -367,6 +393,10 @@ class GradientBuckets:
             self._cut()
             for bucket in self._buckets:
                 self._open(bucket)
+        if self._in_forward and self._shares is None:
+            last = self._planner.last_gradients(self._buckets)
+            for slot in self.slots:
+                slot.is_last = slot in last
 
     def _check_no_stray_gradient(self) -> None:
         for slot in self._slots.values():
