@@ -163,6 +163,8 @@ class _TrainStep:
                     "pipeline_parallel": {
                         "depth": layout.pp,
                         "micro_batches": layout.micro_batches,
+                        # As torch's side has them.
+                        "stage_layers": [_NUM_LAYERS // layout.pp] * layout.pp,
                         "weight_gradients": "at_end" if in_forward and layout.pp > 1 else "by_schedule",
                     },
                     "data_parallel": {"size": layout.dp, "overlap": "backward+forward" if in_forward else "backward"},

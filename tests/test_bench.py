@@ -251,6 +251,17 @@ def test_every_method_of_every_op_is_right(op, tmp_path, capsys):
         assert row["vs_torch"] > 0
 
 
+def test_a_pipelines_sums_that_go_on_into_the_next_forward_are_right(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    methods = "torch,auto,backward+forward"
+    request = Request("train_step", 4, "loopback", "fp32", _TINY["train_step"], methods, 3, path, layout="2x2x1")
+    assert harness.run(request) == 0, capsys.readouterr().out
+    rows = {row["method"]: row for row in json.loads(path.read_text())}
+    assert list(rows) == methods.split(",")
+    assert all(row["checked"] and row["layout"] == "2x2x1" for row in rows.values())
+    assert ["weight gradients at the end" in row["note"] for row in rows.values()] == [False, False, True]
+
+
 @pytest.mark.usefixtures("network_works")
 def test_the_balanced_link_carries_the_bytes_in_the_time_of_the_gemm(tmp_path):
     json_path, plot_path = tmp_path / "rows.json", tmp_path / "plot.png"

@@ -112,10 +112,12 @@ def test_gradients_are_torchs_to_the_bit_with_or_without_delays(schedule):
         assert sum(sent for *_, sent in ours) == borders * BYTES_PER_BORDER
 
 
-def _parked(rank: int, world: int, schedule: str, folder: str) -> tuple[dict[str, Tensor | None], int]:
+def _parked(
+    rank: int, world: int, schedule: str, weight_gradients: str, folder: str
+) -> tuple[dict[str, Tensor | None], int]:
     disk._MIN_BYTES = 1
     parking = ActivationParking(DiskFolder(Path(folder)))
-    pipeline = make_pipeline(schedule, dist.group.WORLD, parking=parking)
+    pipeline = make_pipeline(schedule, dist.group.WORLD, parking=parking, weight_gradients=weight_gradients)
     try:
         pipeline.train_step(**data(0), loss_fn=mean_loss)
     finally:
@@ -123,10 +125,13 @@ def _parked(rank: int, world: int, schedule: str, folder: str) -> tuple[dict[str
     return gradients_of(pipeline), parking.num_written_bytes
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
-def test_activations_on_disk_change_no_bit(schedule, tmp_path):
+@pytest.mark.parametrize(
+    ("schedule", "weight_gradients"),
+    [("gpipe", "by_schedule"), ("1f1b", "by_schedule"), ("zbv", "by_schedule"), ("zbv", "at_end")],
+)
+def test_activations_on_disk_change_no_bit(schedule, weight_gradients, tmp_path):
     plain = run_ranks(2, _with_ours, schedule, False)
-    parked = run_ranks(2, _parked, schedule, str(tmp_path))
+    parked = run_ranks(2, _parked, schedule, weight_gradients, str(tmp_path))
     for (_, expected, _), (grads, _) in zip(plain, parked):
         assert all(torch.equal(grad, expected[name]) for name, grad in grads.items())
     # The last rank of 1F1B goes back at once, and writes nothing.
