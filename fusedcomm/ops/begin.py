@@ -9,7 +9,6 @@ be under way at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -21,12 +20,13 @@ from torch.distributed import ProcessGroup
 from fusedcomm.comm.record import Path, note_path
 from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.ops.activation import Activation, activate
-from fusedcomm.ops.all_gather_matmul import Save, multiply_gathered, scatter_input_gradient
+from fusedcomm.ops.all_gather_matmul import Save
+from fusedcomm.ops.begun import FusedGatherParts, FusedScatterParts, GatherParts, ScatterParts
 from fusedcomm.ops.check import check_matrix_inputs, check_sizes, refusing
-from fusedcomm.ops.chunked import Call, Gather, Scatter
-from fusedcomm.ops.matmul_reduce_scatter import check_inputs, multiply_gathered_gradient, scatter_products
+from fusedcomm.ops.chunked import Call, new_call
+from fusedcomm.ops.matmul_reduce_scatter import check_inputs
 from fusedcomm.ops.wgrad import DeferWgrad, WeightGradient, local_linear
-from fusedcomm.tune.cost import Choice, check_method, chunked, is_fused, serial
+from fusedcomm.tune.cost import Choice, asked_for, check_method
 
 
 def begin_all_gather_matmul(
@@ -65,12 +65,13 @@ def begin_all_gather_matmul(
         return lambda: [
             local_linear(x, w, b, defer_wgrad).reshape(shape) for w, b, shape in zip(weights, padded, shapes)
         ]
-    call = _call(op, group, sizes, method, x.shape[1])
-    flight = _GatherFlight(call, save, defer_wgrad)
-    token = _BeginGather.apply(x, flight)
+    call = _call(op, group, sizes, method, x)
+    kind = GatherParts if call.transport is None else FusedGatherParts
+    parts = kind(call, save, defer_wgrad)
+    token = _BeginGather.apply(x, parts)
 
     def finish() -> list[Tensor]:
-        results = _FinishGather.apply(token, x.detach(), flight, len(weights), *weights, *biases)
+        results = _FinishGather.apply(token, x.detach(), parts, len(weights), *weights, *biases)
         return [y.reshape(shape) for y, shape in zip(results, shapes)]
 
     return finish
@@ -111,18 +112,15 @@ def begin_matmul_reduce_scatter(
         note_path(Path(op, "local", 1, "a group of one"))
         result = local_linear(activate(input_activation, xs), w_shard, bias, defer_wgrad).reshape(shape)
         return lambda: result
-    flight = _ScatterFlight(_call(op, group, sizes, method, xs[0].shape[1]), input_activation, defer_wgrad)
-    token = _BeginScatter.apply(w_shard, flight, *xs)
-    return lambda: _FinishScatter.apply(token, bias, flight).reshape(shape)
+    call = _call(op, group, sizes, method, xs[0])
+    kind = ScatterParts if call.transport is None else FusedScatterParts
+    parts = kind(call, input_activation, defer_wgrad)
+    token = _BeginScatter.apply(w_shard, parts, *xs)
+    return lambda: _FinishScatter.apply(token, bias, parts).reshape(shape)
 
 
 def _check_run(op: str, method: str) -> None:
     check_method(method)
-    if is_fused(method):
-        raise ValueError(
-            f"{op}: begun and finished apart, it cannot run with method='{method}', whose one kernel computes and "
-            "waits within one call; use 'auto', 'chunked' or 'serial'"
-        )
     if torch.compiler.is_compiling():
         raise ValueError(
             f"{op}: begun and finished apart, it keeps a transfer under way, which torch.compile cannot trace; "
@@ -130,135 +128,79 @@ def _check_run(op: str, method: str) -> None:
         )
 
 
-def _call(op: str, group: ProcessGroup, sizes: Sequence[int], method: str, lead: int) -> Call:
-    if method == "serial":
-        choice = serial("asked for")
-    elif method == "chunked":
-        choice = chunked("asked for", world=group.size(), rows=sum(sizes) * lead)
-    else:
+def _call(op: str, group: ProcessGroup, sizes: Sequence[int], method: str, x: Tensor) -> Call:
+    if method == "auto":
         choice = Choice("chunked", 1, "other work hides the transfer")
-    return Call(op, group, tuple(sizes), choice)
-
-
-def _noted(call: Call, device: torch.device, part: str = "") -> Call:
-    """The call under the name of its part, with the path that it takes noted."""
-    call = replace(call, op=f"{call.op}{part}")
-    note_path(call.path(device))
-    return call
-
-
-@dataclass
-class _GatherFlight:
-    """What the two parts of one all-gather-matmul have in common; the transfers only while they are under way."""
-
-    call: Call
-    save: Save
-    defer_wgrad: DeferWgrad | None
-    gather: Gather | None = None
-    scatter: Scatter | None = None
+    else:
+        choice = asked_for(method, world=group.size(), rows=sum(sizes) * x.shape[1])
+    return new_call(op, group, tuple(sizes), x, choice)
 
 
 class _BeginGather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: _GatherFlight) -> Tensor:
-        ctx.flight = flight
-        flight.gather = Gather(_noted(flight.call, x.device), x.contiguous(), keep=flight.save == "gathered")
+    def forward(ctx: Any, x: Tensor, parts: GatherParts) -> Tensor:
+        ctx.parts = parts
+        parts.begin(x)
         return x.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
-        scatter, ctx.flight.scatter = ctx.flight.scatter, None
-        return scatter.finish(), None
+        return ctx.parts.finish_backward(), None
 
 
 class _FinishGather(Function):
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, x: Tensor, flight: _GatherFlight, num_weights: int, *parameters: Tensor
+        ctx: Any, token: Tensor, x: Tensor, parts: GatherParts, num_weights: int, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[:num_weights], parameters[num_weights:]
-        gather, flight.gather = flight.gather, None
-        assert gather is not None, "an op is finished once"
-        results = multiply_gathered(gather, x, weights, biases)
-        ctx.flight, ctx.weights, ctx.num_biases = flight, weights, len(biases)
-        ctx.save_for_backward(gather.full if flight.save == "gathered" else x, *weights)
+        results, saved = parts.finish(x, weights, biases)
+        ctx.parts, ctx.weights, ctx.num_biases = parts, weights, len(biases)
+        ctx.save_for_backward(saved, *weights)
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        flight, (saved, *weights) = ctx.flight, ctx.saved_tensors
+        parts, (saved, *weights) = ctx.parts, ctx.saved_tensors
         grads = tuple(grad.contiguous() for grad in grads)
-        defer_wgrad = flight.defer_wgrad
         trained = ctx.needs_input_grad[4 : 4 + len(weights)]
-        call = _noted(flight.call, saved.device, " backward")
-        gather = None
-        if any(trained) and flight.save == "shard":
-            again = Call(f"{call.op} gather", call.group, call.sizes, call.choice)
-            gather = Gather(again, saved.contiguous(), keep=defer_wgrad is not None)
-        if ctx.needs_input_grad[0]:
-            flight.scatter = Scatter(call, saved.shape[1], saved.shape[2], saved)
-            scatter_input_gradient(flight.scatter, grads, None, weights)
-        x_full = saved if gather is None else gather.complete()
-        dws: list[Tensor | None] = [None] * len(weights)
-        for index, (weight, grad) in enumerate(zip(ctx.weights, grads)):
-            if trained[index] and defer_wgrad is not None:
-                defer_wgrad(weight, WeightGradient(grad, [x_full]))
-            elif trained[index]:
-                dws[index] = WeightGradient(grad, [x_full]).compute()
-        if gather is not None:
-            gather.release()
+        dws, x_full = parts.begin_backward(grads, saved, weights, need_x=ctx.needs_input_grad[0], need_w=any(trained))
+        if x_full is not None:
+            for weight, grad, needed in zip(ctx.weights, grads, trained):
+                if needed:
+                    parts.defer_wgrad(weight, WeightGradient(grad, [x_full]))
         dbs = [grad.sum((0, 1)) for grad in grads[: ctx.num_biases]]
-        return saved.new_empty(0), None, None, None, *dws, *dbs
-
-
-@dataclass
-class _ScatterFlight:
-    """The same for a matmul-reduce-scatter."""
-
-    call: Call
-    input_activation: Activation | None
-    defer_wgrad: DeferWgrad | None
-    scatter: Scatter | None = None
-    gather: Gather | None = None
+        return saved.new_empty(0), None, None, None, *(dws or [None] * len(weights)), *dbs
 
 
 class _BeginScatter(Function):
     @staticmethod
-    def forward(ctx: Any, w: Tensor, flight: _ScatterFlight, *xs: Tensor) -> Tensor:
-        ctx.flight, ctx.weight = flight, w
+    def forward(ctx: Any, w: Tensor, parts: ScatterParts, *xs: Tensor) -> Tensor:
+        ctx.parts, ctx.weight = parts, w
         ctx.save_for_backward(w, *xs)
-        flight.scatter = Scatter(_noted(flight.call, w.device), xs[0].shape[1], w.shape[0], xs[0])
-        scatter_products(flight.scatter, xs, w, flight.input_activation)
+        parts.begin(xs, w)
         return w.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
         w, *xs = ctx.saved_tensors
-        flight = ctx.flight
-        gather, flight.gather = flight.gather, None
+        parts = ctx.parts
         need_w, _, *need_xs = ctx.needs_input_grad
-        defer_wgrad, activation = flight.defer_wgrad, flight.input_activation
-        dxs, dw = multiply_gathered_gradient(
-            gather, xs, w, activation, need_x=any(need_xs), need_w=need_w and defer_wgrad is None
-        )
-        if need_w and defer_wgrad is not None:
-            defer_wgrad(ctx.weight, WeightGradient(gather.full, xs, activation))
+        dxs, dw, grad_full = parts.finish_backward(xs, w, need_x=any(need_xs), need_w=need_w)
+        if need_w and grad_full is not None:
+            parts.defer_wgrad(ctx.weight, WeightGradient(grad_full, xs, parts.input_activation))
         return dw, None, *(dxs or [None] * len(xs))
 
 
 class _FinishScatter(Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, bias: Tensor | None, flight: _ScatterFlight) -> Tensor:
-        scatter, flight.scatter = flight.scatter, None
-        assert scatter is not None, "an op is finished once"
-        ctx.flight = flight
-        return scatter.finish(bias)
+    def forward(ctx: Any, token: Tensor, bias: Tensor | None, parts: ScatterParts) -> Tensor:
+        ctx.parts = parts
+        return parts.finish(bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        flight = ctx.flight
         if ctx.needs_input_grad[0]:
-            call = _noted(flight.call, grad.device, " backward")
-            flight.gather = Gather(call, grad.contiguous(), keep=flight.defer_wgrad is not None)
+            ctx.parts.begin_backward(grad)
         db = grad.sum((0, 1)) if ctx.needs_input_grad[1] else None
         return grad.new_empty(0), db, None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -94,15 +95,7 @@ def run_by(
     """
     rows = sum(sizes) * travel[0]
     shapes = f"{list(sizes)} x {list(travel)} {str(like.dtype).removeprefix('torch.')}"
-    sizes = tuple(sizes)
-
-    def call_of(choice: Choice) -> Call:
-        with refusing(op, group):
-            if choice.method != "fused":
-                return Call(op, group, sizes, choice)
-            check_fused_dtype(op, like.dtype)
-            return Call(op, group, sizes, choice, flag_transport_of(group, op, like.device, choice.transport))
-
+    call_of = partial(new_call, op, group, tuple(sizes), like)
     choice = tuner_of(group).choose(
         op,
         method,
@@ -119,6 +112,15 @@ def run_by(
     call = call_of(choice)
     note_path(call.path(like.device))
     return run(call)
+
+
+def new_call(op: str, group: ProcessGroup, sizes: tuple[int, ...], like: Tensor, choice: Choice) -> Call:
+    """A call on tensors like that one; ValueError, of which the peers are told, if it cannot be fused but should."""
+    with refusing(op, group):
+        if choice.method != "fused":
+            return Call(op, group, sizes, choice)
+        check_fused_dtype(op, like.dtype)
+        return Call(op, group, sizes, choice, flag_transport_of(group, op, like.device, choice.transport))
 
 
 def flat(tensor: Tensor, start: int = 0, stop: int | None = None) -> Tensor:

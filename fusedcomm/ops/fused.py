@@ -162,17 +162,19 @@ def gather_matmul(
     keep: bool,
 ) -> list[Tensor]:
     """`[x_full, y, ...]` from this rank's rows of x; `x_full` is empty unless it is to be kept."""
-    gather = Gather(call, x)
-    results = multiply_gathered(gather, x, weights, biases, activation)
-    x_full = gather.copy() if keep else x.new_empty(0)
-    gather.finish()
-    return [x_full, *results]
+    return multiply_gathered(Gather(call, x), x, weights, biases, activation, keep=keep)
 
 
 def multiply_gathered(
-    gather: Gather, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: Activation | None = None
+    gather: Gather,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    activation: Activation | None,
+    *,
+    keep: bool,
 ) -> list[Tensor]:
-    """`[y, ...]` from the rows on their way, as many weights in a launch as the kernel takes."""
+    """The same from rows that are on their way, as many weights in a launch as the kernel takes."""
     rows = (sum(gather.call.sizes), x.shape[1])
     num_results = 1 if activation == "swiglu" else len(weights)
     results = [x.new_empty(*rows, w.shape[0]) for w in weights[:num_results]]
@@ -180,7 +182,9 @@ def multiply_gathered(
         part = slice(first, first + MAX_WEIGHTS)
         epilogue = Epilogue(_joined(biases[part]), _ACTIVATIONS[activation])
         gather.multiply(_alike(weights[part]), [flat(y) for y in results[part]], epilogue)
-    return results
+    x_full = gather.copy() if keep else x.new_empty(0)
+    gather.finish()
+    return [x_full, *results]
 
 
 def _joined(biases: Sequence[Tensor]) -> Tensor | None:
@@ -209,7 +213,26 @@ def gather_matmul_backward(
     need_w: bool,
     defer: bool,
 ) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
-    """`(dx, [dw, ...], None)`, each if it is needed; with `defer` `(dx, [], x_full)`.
+    """`(dx, [dw, ...], None)`, each if it is needed; with `defer` `(dx, [], x_full)`."""
+    scatter, dws, x_full = multiply_gradients(
+        call, grads, grad_full, saved, weights, gathered=gathered, need_x=need_x, need_w=need_w, defer=defer
+    )
+    return None if scatter is None else scatter.finish(), dws, x_full
+
+
+def multiply_gradients(
+    call: FusedCall,
+    grads: Sequence[Tensor],
+    grad_full: Tensor | None,
+    saved: Tensor,
+    weights: Sequence[Tensor],
+    *,
+    gathered: bool,
+    need_x: bool,
+    need_w: bool,
+    defer: bool,
+) -> tuple[Scatter | None, list[Tensor], Tensor | None]:
+    """The same with dx still on its way.
 
     `saved` are all rows of x if it is `gathered`, else our own, which are gathered again behind the product for dx;
     the partial sums of dx travel behind those for the weights.
@@ -230,8 +253,7 @@ def gather_matmul_backward(
         dws = [weight_gradient(call, flat(grad), matrix) for grad in grads]
     if gather is not None:
         gather.finish()
-    dx = None if scatter is None else scatter.finish()
-    return dx, dws, x_full if defer else None
+    return scatter, dws, x_full if defer else None
 
 
 def _scatter_input_gradient(
@@ -261,9 +283,14 @@ def weight_gradient(call: FusedCall, grad: Tensor, x_full: Tensor) -> Tensor:
 
 def matmul_scatter(call: FusedCall, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     """This rank's rows of the sum, from all rows of x `[rows, lead, K]` and this rank's share of K."""
+    return multiply_scattered(call, x, w).finish(bias)
+
+
+def multiply_scattered(call: FusedCall, x: Tensor, w: Tensor) -> Scatter:
+    """The same still on its way."""
     scatter = Scatter(call, x.shape[1], w.shape[0], x)
     scatter.multiply(flat(x), w)
-    return scatter.finish(bias)
+    return scatter
 
 
 def matmul_scatter_backward(
@@ -277,10 +304,23 @@ def matmul_scatter_backward(
     need_w: bool,
     keep: bool,
 ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
-    """`([dx, ...], dw, dy_full)`, each if it is needed, no `dx` else: one gather of dy, for which dx waits chunk by
-    chunk, and then dw.
-    """
-    gather = Gather(call, grad)
+    """`([dx, ...], dw, dy_full)`, each if it is needed, no `dx` else."""
+    return multiply_gathered_gradient(
+        Gather(call, grad), xs, w, input_activation, need_x=need_x, need_w=need_w, keep=keep
+    )
+
+
+def multiply_gathered_gradient(
+    gather: Gather,
+    xs: Sequence[Tensor],
+    w: Tensor,
+    input_activation: Activation | None,
+    *,
+    need_x: bool,
+    need_w: bool,
+    keep: bool,
+) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+    """The same from rows of dy that are on their way: dx waits for them chunk by chunk, and then dw is computed."""
     dxs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs] if need_x else []
     if not need_x:
         inner = activate(input_activation, xs)
@@ -291,7 +331,7 @@ def matmul_scatter_backward(
         inner_grad = torch.empty_like(dxs[0])
         gather.multiply([w.t()], [flat(inner_grad)])
         inner = differentiate(input_activation, xs, inner_grad, dxs)
-    dw = weight_gradient(call, gather.complete(), flat(inner)) if need_w else None
+    dw = weight_gradient(gather.call, gather.complete(), flat(inner)) if need_w else None
     grad_full = gather.copy() if keep else None
     gather.finish()
     return dxs, dw, grad_full

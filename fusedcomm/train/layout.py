@@ -9,7 +9,6 @@ from fusedcomm.nn.config import TransformerConfig, check_sync, layer_flops
 from fusedcomm.parallel.schedule import split_layers, stages_on_each_rank
 from fusedcomm.train.config import Config, ConfigError, ParallelConfig
 from fusedcomm.train.modes import mode_problems
-from fusedcomm.tune.cost import is_fused
 
 _TP = "parallel_config.tensor_parallel.size"
 _SYNC = "parallel_config.tensor_parallel.tp_sync"
@@ -136,11 +135,6 @@ def _layer_problems(config: Config) -> Iterator[str]:
         check_sync(_SYNC, tensor.tp_sync, tensor.split_dim, checkpointing)
     except ValueError as error:
         yield str(error)
-    if tensor.tp_sync != "every_layer" and is_fused(tensor.method):
-        yield (
-            f"{_SYNC}={tensor.tp_sync} begins an op and finishes it later, but with method={tensor.method} one kernel "
-            "does both; use method=auto or tp_sync=every_layer"
-        )
 
 
 def _model_problems(config: Config, shape: TransformerConfig) -> Iterator[str]:

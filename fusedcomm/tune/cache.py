@@ -33,11 +33,10 @@ from fusedcomm.comm.transport import flag_transport_of
 from fusedcomm.tune.cost import (
     Choice,
     Seconds,
+    asked_for,
     candidates,
-    check_method,
     chunked,
     fused,
-    is_fused,
     serial,
     worth_timing,
 )
@@ -86,14 +85,9 @@ class Tuner:
         `directions` instead of pairs. `can_fuse` says whether one kernel could do it. `run` does the whole op
         in a given way; it is called only when the candidates have to be timed.
         """
-        check_method(method)
         world = self._channel.world
-        if method == "serial":
-            return serial("asked for")
-        if method == "chunked":
-            return chunked("asked for", world=world, rows=rows)
-        if is_fused(method):
-            return fused("asked for", world=world, rows=rows, transport=method.partition(":")[2])
+        if method != "auto":
+            return asked_for(method, world=world, rows=rows)
         options = candidates(world=world, rows=rows)
         if len(options) == 1:
             return options[0]

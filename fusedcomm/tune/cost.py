@@ -83,6 +83,17 @@ def fused(reason: str, *, world: int, rows: int, transport: str = "") -> Choice:
     return Choice("fused", num_chunks, reason, transport=transport)
 
 
+def asked_for(method: str, *, world: int, rows: int) -> Choice:
+    """By a method that is not `auto`."""
+    check_method(method)
+    name, _, transport = method.partition(":")
+    if name == "serial":
+        return serial("asked for")
+    if name == "chunked":
+        return chunked("asked for", world=world, rows=rows)
+    return fused("asked for", world=world, rows=rows, transport=transport)
+
+
 def candidates(*, world: int, rows: int) -> list[Choice]:
     """What may be worth timing for `auto`, serial first; alone if there is too little to hide behind."""
     shard_rows = -(-rows // world)

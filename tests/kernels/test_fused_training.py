@@ -6,9 +6,11 @@ import pytest
 from test_verify import report_of, tiny
 
 # Layers and steps that the interpreter does in seconds.
+FUSED = {"model__layers": 2, "tensor_parallel__method": "fused"}
 LAYOUTS = {
-    "tp": tiny(1, 1, 2, model__layers=2, tensor_parallel__method="fused"),
-    "tp x pp": tiny(2, 1, 2, model__layers=2, tensor_parallel__method="fused"),
+    "tp": tiny(1, 1, 2, **FUSED),
+    "tp x pp": tiny(2, 1, 2, **FUSED),
+    "tp in turns": tiny(1, 1, 2, **FUSED, tensor_parallel__tp_sync="interleave"),
 }
 
 
