@@ -21,7 +21,7 @@ _FIRST_BUCKET_MB = 4.0
 _FIRST_PLANS = (1, 4)
 _STEPS_BETWEEN_PLANS = 256
 # Of what computing a gradient takes, it must shorten the step by so much for being computed out of turn.
-_LEAST_GAIN = 0.5
+_LEAST_GAIN = 0.25
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,8 @@ class Planner:
         self._timing: Timing | None = None
         # The same with what is computed out of turn.
         self._expected: Timing | None = None
+        # The fastest that the link was seen: the first step's sums, which travel alone, show more of it than others.
+        self._best_bytes_per_s = 0.0
         self._agreed_after = 0
         # Those made since the ranks agreed: planning takes time in which nothing is computed.
         self._plans: dict[tuple[Forecast, ...], list[Piece]] = {}
@@ -97,6 +99,7 @@ class Planner:
         """Exchange what this rank has seen of the last step."""
         self._agreed_after = num_steps
         self._timing = self._expected = _agree_on_timing(slots, bytes_per_s, group)
+        self._best_bytes_per_s = max(self._best_bytes_per_s, self._timing.bytes_per_s)
         self._plans.clear()
 
     def last_gradients(self, buckets: Sequence[Bucket]) -> list[Slot]:
@@ -122,7 +125,7 @@ class Planner:
 
     def _lateness(self, buckets: Sequence[Bucket], timing: Timing) -> float:
         forecasts = timing.forecasts(buckets, in_forward=True)
-        return lateness(forecasts, self._plan(forecasts), bytes_per_s=timing.bytes_per_s)
+        return lateness(forecasts, self._plan(forecasts), bytes_per_s=self._best_bytes_per_s)
 
     def pace(self) -> Pace:
         piece_bytes = int((self._bucket_mb or _FIRST_BUCKET_MB) * 2**20)
