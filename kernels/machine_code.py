@@ -19,6 +19,7 @@ from fusedcomm.kernels.await_rows import await_rows_kernel
 from fusedcomm.kernels.config import CONFIGS, Architecture, GemmConfig, misfit
 from fusedcomm.kernels.flags import num_lanes
 from fusedcomm.kernels.gemm_kernel import gemm_kernel
+from fusedcomm.kernels.paced_copy import NUM_WARPS, PIECE_BYTES, paced_copy_kernel
 from fusedcomm.kernels.row import NOT_SUPPORTED, Row
 
 # Triton's names of the types.
@@ -61,8 +62,13 @@ GEMM_CASES = (
 )
 REDUCE = Case("reduce", bias=True)
 AWAIT_ROWS = Case("await_rows", wait=True)
-# What kernels without a configuration compute at a time.
-_TILES = {REDUCE.kernel: f"{reduce.TILE_M}x{reduce.TILE_N}", AWAIT_ROWS.kernel: "-"}
+PACED_COPY = Case("paced_copy")
+# What kernels without a configuration do at a time.
+_TILES = {
+    REDUCE.kernel: f"{reduce.TILE_M}x{reduce.TILE_N}",
+    AWAIT_ROWS.kernel: "-",
+    PACED_COPY.kernel: f"{PIECE_BYTES} bytes",
+}
 
 
 def shipped(arch: Architecture) -> Iterator[tuple[Case, GemmConfig | None, str]]:
@@ -77,6 +83,8 @@ def shipped(arch: Architecture) -> Iterator[tuple[Case, GemmConfig | None, str]]
             yield REDUCE, None, dtype
     # It looks at flags alone.
     yield AWAIT_ROWS, None, "i32"
+    # To it types differ by their bytes alone.
+    yield PACED_COPY, None, "bf16"
 
 
 def compile_row(case: Case, config: GemmConfig | None, dtype: str, arch: Architecture) -> Row:
@@ -114,8 +122,12 @@ def compile_case(case: Case, config: GemmConfig | None, dtype: str, arch: Archit
     if case == AWAIT_ROWS:
         constants = {"LANES": num_lanes(8, num_warps=1), "CLOCK": arch.backend == "cuda"}
         return compile_kernel(await_rows_kernel, _SIGNALS | {"status_ptr": "*i32"}, constants, arch, num_warps=1)
+    if case == PACED_COPY:
+        constants = {"ELEMENTS": PIECE_BYTES // DTYPE_BYTES[dtype], "CLOCK": arch.backend == "cuda"}
+        pointers: dict[str, str] = dict.fromkeys(("source_ptr", "target_ptr"), f"*{dtype}")
+        return compile_kernel(paced_copy_kernel, pointers, constants, arch, num_warps=NUM_WARPS)
     if config is None:
-        pointers: dict[str, str] = dict.fromkeys(("partials_ptr", "bias_ptr", "y_ptr"), f"*{dtype}")
+        pointers = dict.fromkeys(("partials_ptr", "bias_ptr", "y_ptr"), f"*{dtype}")
         constants = {"stride_pn": 1, "stride_yn": 1, "WORLD": 8, "TILE_M": reduce.TILE_M, "TILE_N": reduce.TILE_N}
         return compile_kernel(reduce.reduce_kernel, pointers, constants, arch)
     fp8 = dtype == "fp8e4nv"

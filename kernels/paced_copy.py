@@ -10,7 +10,7 @@ from fusedcomm.kernels.flags import HAS_CLOCK, clock_ns
 
 # What one program copies between two looks at the clock: enough for its loads to overlap, and at 1 GB/s 16 us.
 PIECE_BYTES = 16384
-_NUM_WARPS = 8
+NUM_WARPS = 8
 
 
 # Rates must not make Triton compile the kernel anew.
@@ -61,5 +61,5 @@ def paced_copy(source: Tensor, target: Tensor, *, gbyte_per_s: float, num_progra
             piece_ps,
             ELEMENTS=elements,
             CLOCK=HAS_CLOCK,
-            num_warps=_NUM_WARPS,
+            num_warps=NUM_WARPS,
         )

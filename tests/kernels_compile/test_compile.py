@@ -15,18 +15,17 @@ from fusedcomm.kernels.config import ARCHITECTURES, CONFIGS, GemmConfig, fits
 from fusedcomm.kernels.machine_code import (
     AWAIT_ROWS,
     GEMM_CASES,
+    PACED_COPY,
     REDUCE,
     Case,
     assembly,
     compile_case,
-    compile_kernel,
     compile_row,
     count,
     load_paths,
-    resources,
     shipped,
 )
-from fusedcomm.kernels.paced_copy import PIECE_BYTES, paced_copy_kernel
+from fusedcomm.kernels.paced_copy import NUM_WARPS, PIECE_BYTES
 from fusedcomm.kernels.row import Row
 
 CASES = {case.kernel: case for case in GEMM_CASES}
@@ -87,16 +86,13 @@ def test_reduce_runs_without_spilling(target):
 @pytest.mark.parametrize("target", ARCHITECTURES)
 def test_copies_need_few_registers(target):
     arch = ARCHITECTURES[target]
-    pointers = {"source_ptr": "*bf16", "target_ptr": "*bf16"}
-    clock = {"CLOCK": arch.backend == "cuda"}
-    copy = compile_kernel(paced_copy_kernel, pointers, {"ELEMENTS": PIECE_BYTES // 2} | clock, arch, num_warps=8)
-    code = assembly(copy, arch)
-    registers, spill_bytes = resources(code, arch)
+    row = compile_row(PACED_COPY, None, "bf16", arch)
+    assert row.fits
     # Several programs share an SM, or they could not keep up with a link.
-    assert registers <= 64
-    assert spill_bytes == 0
+    assert row.registers <= 64
     if arch.backend == "cuda":
-        assert count(code, r"LDG\.E\.128") == count(code, r"STG\.E\.128") == PIECE_BYTES // (8 * 32 * 16)
+        code = assembly(compile_case(PACED_COPY, None, "bf16", arch), arch)
+        assert count(code, r"LDG\.E\.128") == count(code, r"STG\.E\.128") == PIECE_BYTES // (NUM_WARPS * 32 * 16)
 
 
 @pytest.mark.parametrize("target", ARCHITECTURES)
@@ -160,5 +156,5 @@ def test_what_is_said_not_to_fit_does_not(config):
 def test_every_target_ships_every_kernel():
     for arch in ARCHITECTURES.values():
         rows = list(shipped(arch))
-        assert {case.kernel for case, _, _ in rows} == {*CASES, "reduce", "await_rows"}
+        assert {case.kernel for case, _, _ in rows} == {*CASES, "reduce", "await_rows", "paced_copy"}
         assert {dtype for _, _, dtype in rows} == {"fp32", "bf16", "fp16", "fp8e4nv", "i32"}

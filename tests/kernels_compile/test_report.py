@@ -29,7 +29,8 @@ def test_kernels_compiles_everything_for_a_target(tmp_path, monkeypatch):
     ]
     assert {row["target"] for row in rows} == {"gfx942"}
     assert all(row["fits"] or row["dtype"] == "fp8e4nv" for row in rows)
-    products = [row for row in rows if row["dtype"] != "fp8e4nv" and row["kernel"] not in ("reduce", "await_rows")]
+    others = ("reduce", "await_rows", "paced_copy")
+    products = [row for row in rows if row["dtype"] != "fp8e4nv" and row["kernel"] not in others]
     assert all(row["tensor_core_ops"] > 0 for row in products)
     assert f"{len(rows) - 6} of {len(rows)} run, 0 should and do not" in result.output
     assert "fp8e4nv is not supported" in result.output
