@@ -8,6 +8,7 @@ data-parallel rank in a step, K the width, N the inner features of an MLP on one
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,9 @@ from fusedcomm.train.trainer import Trainer
 
 METHODS = ("torch", "serial", "chunked", "auto")
 TORCH_METHOD = "torch"
-# As `auto`, but gradients also travel during the next step's forward, and in a pipeline weight gradients come at the
-# end: one step of many is timed.
-EXTRA_METHODS = ("backward+forward",)
+# As `auto`, but one step of many is timed, since something travels during the next step's forward: gradients (and in a
+# pipeline weight gradients come at the end), or weights of which each data-parallel rank has stepped its share.
+EXTRA_METHODS = ("backward+forward", "zero1", "fsdp")
 _HEAD_DIM = 64
 _NUM_LAYERS = 6
 _NUM_ROWS = 8
@@ -101,20 +102,7 @@ class _TrainStep:
             return Method(self._run_transfers)
         if name == "torch":
             return self._open_torch()
-        trainer = Trainer(self._config(name), self._mesh)
-        batch = self._batch(self._mesh.dp_rank)
-
-        def run() -> Results:
-            trainer.gradients(0, [batch])
-            trainer.update(0)
-            return {name: grad for name, param in trainer.params.items() if (grad := main_grad_of(param)) is not None}
-
-        note = self._words("ours")
-        if name != "backward+forward":
-            return Method(run, note=note)
-        if self._layout.pp > 1:
-            note += ", weight gradients at the end"
-        return Method(run, prepare=run, note=f"{note}, step after step", finish=trainer.settle)
+        return self._open_ours(name)
 
     def reference(self, dtype: torch.dtype) -> Results:
         model = self._whole_model(dtype)
@@ -128,6 +116,34 @@ class _TrainStep:
             for name, param in model.named_parameters()
             if param.grad is not None and self._is_mine(name)
         }
+
+    def _open_ours(self, name: str) -> Method:
+        trainer = Trainer(self._config(name), self._mesh)
+        batch = self._batch(self._mesh.dp_rank)
+        grads: dict[str, Tensor] = {}
+
+        def run() -> Results:
+            trainer.gradients(0, [batch])
+            trainer.update(0)
+            if not trainer.shards_optimizer:
+                grads.update(_main_grads(trainer))
+            return grads
+
+        def finish() -> None:
+            trainer.settle()
+            # Once, for the check: what each rank has summed are rows.
+            if not grads:
+                for param, own in _main_grads(trainer).items():
+                    rows: list[Any] = [None] * self._mesh.dp
+                    dist.all_gather_object(rows, own, group=self._mesh.dp_group)
+                    grads[param] = torch.cat(rows)
+
+        note = self._words("ours")
+        if name not in EXTRA_METHODS:
+            return Method(run, note=note)
+        if name == "backward+forward" and self._layout.pp > 1:
+            note += ", weight gradients at the end"
+        return Method(run, prepare=run, note=f"{note}, step after step", finish=finish)
 
     def _config(self, method: str) -> Config:
         spec, layout = self._spec, self._layout
@@ -147,7 +163,7 @@ class _TrainStep:
                     "global_batch": _NUM_ROWS * layout.dp,
                     "precision": spec.dtype_name,
                     # What is compared are gradients of the second step, whose weights must be those of the first.
-                    "lr": 1e-30 if in_forward else _LR,
+                    "lr": 1e-30 if method in EXTRA_METHODS else _LR,
                     # torch's side does not clip either.
                     "clip_norm": None,
                     "timeout_s": _TIMEOUT_S,
@@ -157,7 +173,7 @@ class _TrainStep:
                 "parallel_config": {
                     "tensor_parallel": {
                         "size": layout.tp,
-                        "method": "auto" if in_forward else method,
+                        "method": "auto" if method in EXTRA_METHODS else method,
                         "save": "gathered",
                     },
                     "pipeline_parallel": {
@@ -167,7 +183,11 @@ class _TrainStep:
                         "stage_layers": [_NUM_LAYERS // layout.pp] * layout.pp,
                         "weight_gradients": "at_end" if in_forward and layout.pp > 1 else "by_schedule",
                     },
-                    "data_parallel": {"size": layout.dp, "overlap": "backward+forward" if in_forward else "backward"},
+                    "data_parallel": {
+                        "size": layout.dp,
+                        "overlap": "backward+forward" if in_forward else "backward",
+                        "mode": method if method in ("zero1", "fsdp") else "replicate",
+                    },
                 },
             }
         )
@@ -263,6 +283,10 @@ class _TrainStep:
     def _words(self, what: str) -> str:
         layout = self._layout
         return f"{what}, pipeline {layout.pp} x data {layout.dp} x tensor {layout.tp}"
+
+
+def _main_grads(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: grad for name, param in trainer.params.items() if (grad := main_grad_of(param)) is not None}
 
 
 def _group_of_one() -> dist.ProcessGroup:
