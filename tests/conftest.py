@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 # What `auto` remembers stays out of the user's cache; set before any rank is forked.
 _CACHE = tempfile.TemporaryDirectory()
 os.environ["FUSEDCOMM_CACHE"] = _CACHE.name
+# A shell's background jobs ignore Ctrl-C, and so would every process that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
