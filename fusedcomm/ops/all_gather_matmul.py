@@ -192,7 +192,7 @@ def _backward(
         if call.transport is not None:
             from fusedcomm.ops import fused
 
-            return fused.gather_matmul_backward(
+            on_its_way, dws, x_full = fused.gather_matmul_backward(
                 fused.FusedCall.of(call),
                 grads,
                 grad_full,
@@ -203,6 +203,7 @@ def _backward(
                 need_w=need_w,
                 defer=defer,
             )
+            return None if on_its_way is None else on_its_way.finish(), dws, x_full
         dx, x_full = None, saved
         # First in the queue of what travels: it is needed first.
         gather = None

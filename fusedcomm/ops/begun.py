@@ -95,7 +95,7 @@ class FusedGatherParts(GatherParts):
     ) -> tuple[list[Tensor], Tensor | None]:
         from fusedcomm.ops import fused
 
-        self._scatter, dws, x_full = fused.multiply_gradients(
+        self._scatter, dws, x_full = fused.gather_matmul_backward(
             fused.FusedCall.of(_noted(self.call, saved.device, " backward")),
             grads,
             None,

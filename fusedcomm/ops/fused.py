@@ -212,27 +212,8 @@ def gather_matmul_backward(
     need_x: bool,
     need_w: bool,
     defer: bool,
-) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
-    """`(dx, [dw, ...], None)`, each if it is needed; with `defer` `(dx, [], x_full)`."""
-    scatter, dws, x_full = multiply_gradients(
-        call, grads, grad_full, saved, weights, gathered=gathered, need_x=need_x, need_w=need_w, defer=defer
-    )
-    return None if scatter is None else scatter.finish(), dws, x_full
-
-
-def multiply_gradients(
-    call: FusedCall,
-    grads: Sequence[Tensor],
-    grad_full: Tensor | None,
-    saved: Tensor,
-    weights: Sequence[Tensor],
-    *,
-    gathered: bool,
-    need_x: bool,
-    need_w: bool,
-    defer: bool,
 ) -> tuple[Scatter | None, list[Tensor], Tensor | None]:
-    """The same with dx still on its way.
+    """`(dx on its way, [dw, ...], None)`, each if it is needed; with `defer` `(dx on its way, [], x_full)`.
 
     `saved` are all rows of x if it is `gathered`, else our own, which are gathered again behind the product for dx;
     the partial sums of dx travel behind those for the weights.
@@ -293,23 +274,6 @@ def multiply_scattered(call: FusedCall, x: Tensor, w: Tensor) -> Scatter:
     return scatter
 
 
-def matmul_scatter_backward(
-    call: FusedCall,
-    grad: Tensor,
-    xs: Sequence[Tensor],
-    w: Tensor,
-    input_activation: Activation | None,
-    *,
-    need_x: bool,
-    need_w: bool,
-    keep: bool,
-) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
-    """`([dx, ...], dw, dy_full)`, each if it is needed, no `dx` else."""
-    return multiply_gathered_gradient(
-        Gather(call, grad), xs, w, input_activation, need_x=need_x, need_w=need_w, keep=keep
-    )
-
-
 def multiply_gathered_gradient(
     gather: Gather,
     xs: Sequence[Tensor],
@@ -320,7 +284,10 @@ def multiply_gathered_gradient(
     need_w: bool,
     keep: bool,
 ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
-    """The same from rows of dy that are on their way: dx waits for them chunk by chunk, and then dw is computed."""
+    """`([dx, ...], dw, dy_full)`, each if it is needed, no `dx` else.
+
+    From rows of dy that are on their way: dx waits for them chunk by chunk, and then dw is computed.
+    """
     dxs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs] if need_x else []
     if not need_x:
         inner = activate(input_activation, xs)

@@ -147,8 +147,9 @@ def _backward(
         if call.transport is not None:
             from fusedcomm.ops import fused
 
-            return fused.matmul_scatter_backward(
-                fused.FusedCall.of(call), grad, xs, w, input_activation, need_x=need_x, need_w=need_w, keep=keep
+            rows = fused.Gather(fused.FusedCall.of(call), grad)
+            return fused.multiply_gathered_gradient(
+                rows, xs, w, input_activation, need_x=need_x, need_w=need_w, keep=keep
             )
         gather = Gather(call, grad, keep=keep)
         dxs, dw = multiply_gathered_gradient(gather, xs, w, input_activation, need_x=need_x, need_w=need_w)

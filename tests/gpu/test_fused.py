@@ -46,9 +46,9 @@ class Mlp:
         rank = transport.rank
         call = FusedCall("all_gather_matmul backward", transport, self.sizes, self.pieces)
         saved, up, needs = self.x[self.own(rank)], [self.up[rank]], {"need_x": True, "need_w": True, "defer": False}
-        dx, (dw,), _ = gather_matmul_backward(call, [self.dy[rank]], None, saved, up, gathered=False, **needs)
-        assert dx is not None
-        return dx, dw
+        scatter, (dw,), _ = gather_matmul_backward(call, [self.dy[rank]], None, saved, up, gathered=False, **needs)
+        assert scatter is not None
+        return scatter.finish(), dw
 
     def output(self, dtype: torch.dtype) -> Tensor:
         """Of all rows, in plain torch."""
