@@ -21,7 +21,9 @@ _FIRST_BUCKET_MB = 4.0
 _FIRST_PLANS = (1, 4)
 _STEPS_BETWEEN_PLANS = 256
 # Of what computing a gradient takes, it must shorten the step by so much for being computed out of turn.
-_LEAST_GAIN = 0.25
+_LEAST_GAIN = 0.1
+# What is tried for that, together: each try plans the step's transfers anew.
+_MAX_GROUPS = 16
 
 
 @dataclass(frozen=True)
@@ -105,22 +107,24 @@ class Planner:
     def last_gradients(self, buckets: Sequence[Bucket]) -> list[Slot]:
         """Whose gradients to compute after all others, while the sums travel that the next forward needs first.
 
-        Those that are needed last, as long as that forward is then predicted to wait less.
+        One at a time those that shorten the waits predicted for that forward the most, as long as any does: neighbours
+        in the order of use together, where there are many.
         """
         last: list[Slot] = []
         if self._timing is None:
             return last
+        movable = [slot for slot, compute_s in self._timing.compute_s.items() if compute_s > 0.0]
+        groups = _neighbours(sorted(movable, key=self._timing.forward_s.__getitem__))
         late_s = self._lateness(buckets, self._timing)
-        for slot in sorted(self._timing.forward_s, key=self._timing.forward_s.__getitem__, reverse=True):
-            compute_s = self._timing.compute_s[slot]
-            if compute_s == 0.0:
-                continue
-            timing = self._timing.with_last([*last, slot])
-            now_late_s = self._lateness(buckets, timing)
-            if late_s - now_late_s < _LEAST_GAIN * compute_s:
+        while groups:
+            timings = [self._timing.with_last([*last, *group]) for group in groups]
+            lateness = [self._lateness(buckets, timing) for timing in timings]
+            best = lateness.index(min(lateness))
+            gain_s = late_s - lateness[best]
+            if gain_s < _LEAST_GAIN * sum(self._timing.compute_s[slot] for slot in groups[best]):
                 break
-            last.append(slot)
-            late_s, self._expected = now_late_s, timing
+            late_s, self._expected = lateness[best], timings[best]
+            last += groups.pop(best)
         return last
 
     def _lateness(self, buckets: Sequence[Bucket], timing: Timing) -> float:
@@ -195,3 +199,9 @@ def _ready_in_turn(slots: Sequence[Slot]) -> list[float | None]:
 def _since_first(moments_s: Sequence[float | None]) -> list[float]:
     first_s = min((moment for moment in moments_s if moment is not None), default=0.0)
     return [0.0 if moment is None else moment - first_s for moment in moments_s]
+
+
+def _neighbours(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """The slots in at most `_MAX_GROUPS` groups of as many."""
+    size = -(-len(slots) // _MAX_GROUPS)
+    return [list(slots[start : start + size]) for start in range(0, len(slots), max(1, size))]
