@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from protocol_model import PROGRAM, Bug, Model, Protocol, one_after_the_other, search, survive
+from protocol_model import PROGRAM, Bug, Model, Protocol, one_after_the_other
+from protocol_search import search, survive
 
 OPS = ("all_gather", "reduce_scatter")
 # What ranks own. Where one owns nothing, nobody waits for it, and it can fall or run behind.
