@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fusedcomm import all_gather_matmul, matmul_reduce_scatter, reference
+from fusedcomm.comm.pool import STAGING
 from fusedcomm.comm.ring import chunk_sizes
+from fusedcomm.ops.wgrad import WeightGradient
+
+# Who computes weight gradients: autograd, or who is handed them, then or later.
+Wgrad = Literal["autograd", "at_once", "later"]
+WGRADS: tuple[Wgrad, ...] = ("autograd", "at_once", "later")
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Case:
     num_weights: int
     method: str
     save: str
-    defer: bool
+    wgrad: Wgrad
     contiguous: bool
     seed: int
 
@@ -63,7 +69,7 @@ def cases(draw, methods: tuple[str, ...]) -> Case:
         num_weights=draw(st.integers(1, 3)),
         method=draw(st.sampled_from(methods)),
         save=draw(st.sampled_from(["shard", "gathered"])),
-        defer=draw(st.booleans()),
+        wgrad=draw(st.sampled_from(WGRADS)),
         contiguous=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
     )
@@ -83,18 +89,35 @@ def late(rank: int, case: Case) -> None:
 
 
 class Wgrads:
-    """Runs deferred weight gradients as a split backward would: later."""
+    """Computes weight gradients as a split backward would, later, or at once in fp32 as gradient buckets do."""
 
-    def __init__(self) -> None:
-        self.items = []
+    def __init__(self, when: Wgrad, *, overwrite: bool = True) -> None:
+        self.defer = None if when == "autograd" else self._take
+        self._when, self._overwrite = when, overwrite
+        self._kept: list[tuple[Tensor, WeightGradient]] = []
 
-    def __call__(self, weight, gradient) -> None:
-        self.items.append((weight, gradient))
+    def _take(self, weight: Tensor, gradient: WeightGradient) -> None:
+        assert weight.grad is None
+        if self._when == "later":
+            self._kept.append((weight, gradient.kept()))
+            return
+        out = torch.full(weight.shape, torch.nan if self._overwrite else 0.0, dtype=torch.float32)
+        gradient.add_to(out, overwrite=self._overwrite)
+        weight.grad = out.to(weight.dtype)
 
     def run(self) -> None:
-        for weight, gradient in self.items:
-            assert weight.grad is None
+        """Backward is over."""
+        if self._kept:
+            poison_staging()
+        for weight, gradient in self._kept:
             weight.grad = gradient.compute()
+
+
+def poison_staging() -> None:
+    """What no call uses now is NaN, in every dtype."""
+    for buffers in STAGING._free.values():
+        for buffer in buffers:
+            buffer.fill_(0xFF)
 
 
 def drawer(case: Case, dtype: torch.dtype, absolute: bool):
@@ -121,7 +144,7 @@ def gather_inputs(case: Case, dtype: torch.dtype, absolute: bool = False):
 def run_gather(rank: int, world: int, case: Case):
     xs, ws, bs, dys = gather_inputs(case, case.dtype)
     x, w, b = leaf(xs[rank], case), [leaf(v[rank], case) for v in ws], [leaf(v[rank], case) for v in bs]
-    wgrads = Wgrads()
+    wgrads = Wgrads(case.wgrad, overwrite=case.seed % 2 == 0)
     late(rank, case)
     ys, gathered = all_gather_matmul(
         x,
@@ -132,7 +155,7 @@ def run_gather(rank: int, world: int, case: Case):
         sizes=case.sizes,
         save=case.save,
         return_gathered=True,
-        defer_wgrad=wgrads if case.defer else None,
+        defer_wgrad=wgrads.defer,
         method=case.method,
     )
     late(rank, case)
@@ -176,7 +199,7 @@ def scatter_inputs(case: Case, dtype: torch.dtype, absolute: bool = False):
 def run_scatter(rank: int, world: int, case: Case):
     xs, ws, bias, dys = scatter_inputs(case, case.dtype)
     x, w, b = leaf(xs[rank], case), leaf(ws[rank], case), leaf(bias, case)
-    wgrads = Wgrads()
+    wgrads = Wgrads(case.wgrad, overwrite=case.seed % 2 == 0)
     late(rank, case)
     y = matmul_reduce_scatter(
         x,
@@ -185,7 +208,7 @@ def run_scatter(rank: int, world: int, case: Case):
         bias=b if case.bias else None,
         dim=case.dim,
         sizes=case.sizes,
-        defer_wgrad=wgrads if case.defer else None,
+        defer_wgrad=wgrads.defer,
         method=case.method,
     )
     late(rank, case)
@@ -239,7 +262,7 @@ def equal(a, b) -> bool:
     return a is None and b is None
 
 
-BIG = Case(4, (2,), 0, (70, 70, 70, 33), 48, 40, torch.bfloat16, True, 2, "chunked", "shard", False, True, 3)
+BIG = Case(4, (2,), 0, (70, 70, 70, 33), 48, 40, torch.bfloat16, True, 2, "chunked", "shard", "autograd", True, 3)
 
 
 def activated_inputs(activation, dtype):
@@ -252,17 +275,17 @@ def activated_inputs(activation, dtype):
 ACTIVATED_SIZES = (4, 0, 7)
 
 
-def run_activated(rank, world, activation, dtype, method, defer):
+def run_activated(rank, world, activation, dtype, method, wgrad):
     xs, ws, dy = activated_inputs(activation, dtype)
     x, w = [tensor.requires_grad_() for tensor in xs[rank]], ws[rank].requires_grad_()
-    wgrads = Wgrads()
+    wgrads = Wgrads(wgrad)
     y = matmul_reduce_scatter(
         x if activation == "swiglu" else x[0],
         w,
         group=dist.group.WORLD,
         input_activation=activation,
         sizes=ACTIVATED_SIZES,
-        defer_wgrad=wgrads if defer else None,
+        defer_wgrad=wgrads.defer,
         method=method,
     )
     y.backward(dy.split(ACTIVATED_SIZES)[rank])

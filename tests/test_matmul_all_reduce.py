@@ -92,7 +92,7 @@ def run_case(rank: int, world: int, case: Case):
         w,
         group=dist.group.WORLD,
         bias=b if case.bias else None,
-        defer_wgrad=(lambda weight, gradient: deferred.append((weight, gradient))) if case.defer else None,
+        defer_wgrad=(lambda weight, gradient: deferred.append((weight, gradient.kept()))) if case.defer else None,
         method=case.method,
     )
     y.backward(dy)

@@ -203,7 +203,11 @@ def test_dropout_is_the_same_for_every_tp(world):
 
 def checkpointed(rank, world, config, tokens, labels, defer):
     deferred = []
-    tp = tensor_parallel(defer_wgrad=(lambda weight, gradient: deferred.append((weight, gradient))) if defer else None)
+
+    def keep(weight, gradient):
+        deferred.append((weight, gradient.kept()))
+
+    tp = tensor_parallel(defer_wgrad=keep if defer else None)
     model = Transformer(config, tp=tp, seed=3)
     with recording() as record:
         train_step([model], tokens, labels)

@@ -43,10 +43,12 @@ def test_matmul_reduce_scatter_matches_reference(case):
 
 
 @pytest.mark.parametrize("activation", ["gelu", "silu", "swiglu"])
-@pytest.mark.parametrize(("method", "defer"), [("serial", False), ("chunked", False), ("chunked", True)])
+@pytest.mark.parametrize(
+    ("method", "wgrad"), [("serial", "autograd"), ("chunked", "autograd"), ("chunked", "at_once"), ("chunked", "later")]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_input_activation_matches_reference(activation, method, defer, dtype):
-    check_activated(activation, dtype, run_ranks(3, run_activated, activation, dtype, method, defer))
+def test_input_activation_matches_reference(activation, method, wgrad, dtype):
+    check_activated(activation, dtype, run_ranks(3, run_activated, activation, dtype, method, wgrad))
 
 
 @pytest.mark.parametrize("run", [run_gather, run_scatter])

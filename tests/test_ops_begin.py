@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_ranks
+from op_cases import Wgrads
 
 from fusedcomm import PeerError, all_gather_matmul, matmul_reduce_scatter
 from fusedcomm.comm.pool import STAGING
@@ -48,15 +49,13 @@ def begun_blocks(blocks, sizes, **options):
     return [finish() for finish in scatters]
 
 
-def run_both(rank, world, method, save, dtype, rows, late_rank, defer):
+def run_both(rank, world, method, save, dtype, rows, late_rank, wgrad):
     sizes = chunk_sizes(rows, world)
     results = []
     for run in ("whole", "begun"):
         blocks = [leaves(rank, world, seed, rows, dtype) for seed in (1, 2, 3)]
-        deferred = []
-        options = {"method": method, "save": save}
-        if defer:
-            options["defer_wgrad"] = lambda weight, gradient, deferred=deferred: deferred.append((weight, gradient))
+        wgrads = Wgrads(wgrad)
+        options = {"method": method, "save": save, "defer_wgrad": wgrads.defer}
         if rank == late_rank:
             time.sleep(0.05)
         if run == "whole":
@@ -66,27 +65,25 @@ def run_both(rank, world, method, save, dtype, rows, late_rank, defer):
         if rank == late_rank:
             time.sleep(0.05)
         sum((y * y).sum() for y in ys).backward()
-        for weight, gradient in deferred:
-            assert weight.grad is None
-            weight.grad = gradient.compute()
+        wgrads.run()
         results.append([y.detach() for y in ys] + [t.grad for tensors in blocks for t in tensors])
     return [torch.equal(a, b) for a, b in zip(*results)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    ("method", "save", "dtype", "rows", "defer"),
+    ("method", "save", "dtype", "rows", "wgrad"),
     [
-        ("chunked", "shard", torch.float32, ROWS, False),
-        ("chunked", "gathered", torch.bfloat16, ROWS, False),
-        ("serial", "shard", torch.float32, ROWS, False),
-        ("serial", "gathered", torch.float32, 2, True),
-        ("chunked", "shard", torch.float32, 2048, True),
-        ("auto", "shard", torch.float32, 0, False),
+        ("chunked", "shard", torch.float32, ROWS, "autograd"),
+        ("chunked", "gathered", torch.bfloat16, ROWS, "at_once"),
+        ("serial", "shard", torch.float32, ROWS, "autograd"),
+        ("serial", "gathered", torch.float32, 2, "later"),
+        ("chunked", "shard", torch.float32, 2048, "later"),
+        ("auto", "shard", torch.float32, 0, "at_once"),
     ],
 )
-def test_begun_and_finished_it_is_the_whole_op_to_the_bit(world, method, save, dtype, rows, defer):
-    for equal in run_ranks(world, run_both, method, save, dtype, rows, world - 1, defer):
+def test_begun_and_finished_it_is_the_whole_op_to_the_bit(world, method, save, dtype, rows, wgrad):
+    for equal in run_ranks(world, run_both, method, save, dtype, rows, world - 1, wgrad):
         assert all(equal), equal
 
 

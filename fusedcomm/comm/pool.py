@@ -9,7 +9,7 @@ import threading
 import torch
 from torch import Tensor
 
-# Buffers are made in powers of two between these, so that shapes that are nearly alike share them.
+# Buffers have sizes of which there are eight to each doubling, so that shapes that are nearly alike share them.
 _SMALLEST_BYTES = 4096
 
 
@@ -26,7 +26,8 @@ class BufferPool:
         num_bytes = like.element_size()
         for size in shape:
             num_bytes *= size
-        size_class = max(_SMALLEST_BYTES, 1 << max(0, num_bytes - 1).bit_length())
+        step = max(_SMALLEST_BYTES, 1 << max(0, num_bytes.bit_length() - 4))
+        size_class = max(1, -(-num_bytes // step)) * step
         with self._lock:
             free = self._free.setdefault((like.device, size_class), [])
             if free:

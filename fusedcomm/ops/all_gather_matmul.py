@@ -17,7 +17,7 @@ from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.ops.activation import Activation, activate, check_activation
 from fusedcomm.ops.check import check_matrix_inputs, check_sizes, refusing, row_dim
 from fusedcomm.ops.chunked import GATHER_DIRECTIONS, Call, Gather, Scatter, flat, run_by
-from fusedcomm.ops.wgrad import DeferWgrad, WeightGradient, check_defer, local_linear
+from fusedcomm.ops.wgrad import DeferWgrad, Sink, WeightGradient, check_defer, local_linear
 from fusedcomm.tune.cost import check_method
 
 _OP = "all_gather_matmul"
@@ -56,7 +56,7 @@ def all_gather_matmul(
         activation: `gelu` (tanh form) or `silu` on each result, or `swiglu` on two weights: one result `silu(a) * b`.
         sizes: rows of every rank along `dim`; None when all ranks hold as many as this one.
         return_gathered: return `(result, x)` with the gathered input `[..., sum(sizes), ..., K]`, differentiable.
-        defer_wgrad: is handed each weight's gradient GEMM in backward, for a schedule that runs it later.
+        defer_wgrad: is handed each weight's gradient in backward, to compute it where it is kept, or later.
         method: `auto`, `serial`, `chunked` or `fused`, or by a certain transport `fused:symmetric`, `fused:shared` or
             `fused:c10d`.
 
@@ -181,56 +181,64 @@ def _backward(
     method: str,
     *,
     need_x: bool,
-    need_w: bool,
-    defer: bool,
-) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
-    """`(dx, [dw, ...], None)`, each if it is needed; with `defer` `(dx, [], x_full)`."""
+    sink: Sink,
+) -> Tensor | None:
+    """`dx`, if it is needed; the weights' gradients go to `sink`, while the partial sums of `dx` travel."""
     grads = [grad.contiguous() for grad in grads]
     saved = saved.contiguous()
+    regather = sink.is_needed and save == "shard"
 
-    def run(call: Call) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
+    def run(call: Call) -> Tensor | None:
         if call.transport is not None:
             from fusedcomm.ops import fused
 
-            on_its_way, dws, x_full = fused.gather_matmul_backward(
-                fused.FusedCall.of(call),
-                grads,
-                grad_full,
-                saved,
-                weights,
-                gathered=save == "gathered",
-                need_x=need_x,
-                need_w=need_w,
-                defer=defer,
+            on_its_way = fused.gather_matmul_backward(
+                fused.FusedCall.of(call), grads, grad_full, saved, weights, regather=regather, need_x=need_x, sink=sink
             )
-            return None if on_its_way is None else on_its_way.finish(), dws, x_full
-        dx, x_full = None, saved
-        # First in the queue of what travels: it is needed first.
-        gather = None
-        if need_w and save == "shard":
-            gather = Gather(replace(call, op=f"{call.op} gather"), saved, keep=defer)
-            if call.is_serial:
-                x_full = gather.complete()
-        scatter = Scatter(call, saved.shape[1], saved.shape[2], saved) if need_x else None
-        if scatter is not None:
-            scatter_input_gradient(scatter, grads, grad_full, weights)
-            if call.is_serial:
-                dx = scatter.finish()
-        if gather is not None and not call.is_serial:
-            x_full = gather.complete()
-        dws = [WeightGradient(grad, [x_full]).compute() for grad in grads] if need_w and not defer else []
-        if gather is not None:
-            gather.release()
-        if scatter is not None and not call.is_serial:
-            dx = scatter.finish()
-        return dx, dws, x_full if defer else None
+            return None if on_its_way is None else on_its_way.finish()
+        scatter = begin_backward(call, grads, grad_full, saved, weights, regather=regather, need_x=need_x, sink=sink)
+        return None if scatter is None else scatter.finish()
 
     features = [w.shape[0] for w in weights]
-    ways = GATHER_DIRECTIONS if need_w and save == "shard" else ()
+    ways = GATHER_DIRECTIONS if regather else ()
     return run_by(method, f"{_OP} backward", group, sizes, saved, saved.shape[1:], features, run, directions=ways)
 
 
-def scatter_input_gradient(
+def begin_backward(
+    call: Call,
+    grads: Sequence[Tensor],
+    grad_full: Tensor | None,
+    saved: Tensor,
+    weights: Sequence[Tensor],
+    *,
+    regather: bool,
+    need_x: bool,
+    sink: Sink,
+) -> Scatter | None:
+    """dx on its way, if it is needed, with the weights' gradients gone to `sink`.
+
+    `saved` are our own rows of x, if it is to `regather` the others' behind the product for dx, or all of them.
+    """
+    # First in the queue of what travels: it is needed first.
+    gather = Gather(replace(call, op=f"{call.op} gather"), saved, keep=False) if regather else None
+    if gather is not None and call.is_serial:
+        gather.complete()
+    scatter = None
+    if need_x:
+        scatter = Scatter(call, saved.shape[1], saved.shape[2], saved)
+        _scatter_input_gradient(scatter, grads, grad_full, weights)
+        if call.is_serial:
+            scatter.arrive()
+    if sink.is_needed:
+        if gather is not None and not call.is_serial:
+            gather.complete()
+        sink([WeightGradient(grad, [gather or saved], hides_transfer=need_x) for grad in grads])
+    if gather is not None:
+        gather.release()
+    return scatter
+
+
+def _scatter_input_gradient(
     scatter: Scatter, grads: Sequence[Tensor], grad_full: Tensor | None, weights: Sequence[Tensor]
 ) -> None:
     """Compute this rank's partial `dx` of all rows and let each peer's go."""
@@ -298,11 +306,10 @@ def _backward_op(
     need_w: bool,
 ) -> list[Tensor]:
     """`[dx, dw, ...]`; an empty tensor where one is not needed."""
+    sink = Sink(weights, [need_w] * len(weights), None)
     group = group_named(group_name)
-    dx, dws, _ = _backward(
-        grads, grad_full, saved, weights, group, sizes, save, method, need_x=need_x, need_w=need_w, defer=False
-    )
-    return [saved.new_empty(0) if dx is None else dx, *(dws or [saved.new_empty(0) for _ in weights])]
+    dx = _backward(grads, grad_full, saved, weights, group, sizes, save, method, need_x=need_x, sink=sink)
+    return [saved.new_empty(0) if tensor is None else tensor for tensor in (dx, *sink.dws)]
 
 
 @_backward_op.register_fake
@@ -372,8 +379,7 @@ class _DeferredAllGatherMatmul(Function):
     @staticmethod
     def backward(ctx: Any, grad_full: Tensor, *grads: Tensor) -> Any:
         saved, *weights = ctx.saved_tensors
-        need_w = any(w.requires_grad for w in ctx.weights)
-        dx, _, x_full = _backward(
+        dx = _backward(
             grads,
             grad_full if ctx.return_gathered else None,
             saved,
@@ -383,12 +389,7 @@ class _DeferredAllGatherMatmul(Function):
             ctx.save,
             ctx.method,
             need_x=ctx.needs_input_grad[0],
-            need_w=need_w,
-            defer=True,
+            sink=Sink(ctx.weights, [w.requires_grad for w in ctx.weights], ctx.defer_wgrad),
         )
-        assert x_full is not None
-        for weight, grad in zip(ctx.weights, grads):
-            if weight.requires_grad:
-                ctx.defer_wgrad(weight, WeightGradient(grad, [x_full]))
         dbs = [grad.sum((0, 1)) for grad in grads[: ctx.num_biases]]
         return dx, None, None, None, None, None, None, *(None for _ in weights), *dbs

@@ -25,7 +25,7 @@ from fusedcomm.ops.begun import FusedGatherParts, FusedScatterParts, GatherParts
 from fusedcomm.ops.check import check_matrix_inputs, check_sizes, refusing
 from fusedcomm.ops.chunked import Call, new_call
 from fusedcomm.ops.matmul_reduce_scatter import check_inputs
-from fusedcomm.ops.wgrad import DeferWgrad, WeightGradient, local_linear
+from fusedcomm.ops.wgrad import DeferWgrad, Sink, local_linear
 from fusedcomm.tune.cost import Choice, asked_for, check_method
 
 
@@ -67,11 +67,11 @@ def begin_all_gather_matmul(
         ]
     call = _call(op, group, sizes, method, x)
     kind = GatherParts if call.transport is None else FusedGatherParts
-    parts = kind(call, save, defer_wgrad)
+    parts = kind(call, save)
     token = _BeginGather.apply(x, parts)
 
     def finish() -> list[Tensor]:
-        results = _FinishGather.apply(token, x.detach(), parts, len(weights), *weights, *biases)
+        results = _FinishGather.apply(token, x.detach(), parts, defer_wgrad, len(weights), *weights, *biases)
         return [y.reshape(shape) for y, shape in zip(results, shapes)]
 
     return finish
@@ -114,8 +114,8 @@ def begin_matmul_reduce_scatter(
         return lambda: result
     call = _call(op, group, sizes, method, xs[0])
     kind = ScatterParts if call.transport is None else FusedScatterParts
-    parts = kind(call, input_activation, defer_wgrad)
-    token = _BeginScatter.apply(w_shard, parts, *xs)
+    parts = kind(call, input_activation)
+    token = _BeginScatter.apply(w_shard, parts, defer_wgrad, *xs)
     return lambda: _FinishScatter.apply(token, bias, parts).reshape(shape)
 
 
@@ -151,32 +151,34 @@ class _BeginGather(Function):
 class _FinishGather(Function):
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, x: Tensor, parts: GatherParts, num_weights: int, *parameters: Tensor
+        ctx: Any,
+        token: Tensor,
+        x: Tensor,
+        parts: GatherParts,
+        defer_wgrad: DeferWgrad | None,
+        num_weights: int,
+        *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[:num_weights], parameters[num_weights:]
         results, saved = parts.finish(x, weights, biases)
-        ctx.parts, ctx.weights, ctx.num_biases = parts, weights, len(biases)
+        ctx.parts, ctx.weights, ctx.num_biases, ctx.defer_wgrad = parts, weights, len(biases), defer_wgrad
         ctx.save_for_backward(saved, *weights)
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        parts, (saved, *weights) = ctx.parts, ctx.saved_tensors
+        saved, *weights = ctx.saved_tensors
         grads = tuple(grad.contiguous() for grad in grads)
-        trained = ctx.needs_input_grad[4 : 4 + len(weights)]
-        dws, x_full = parts.begin_backward(grads, saved, weights, need_x=ctx.needs_input_grad[0], need_w=any(trained))
-        if x_full is not None:
-            for weight, grad, needed in zip(ctx.weights, grads, trained):
-                if needed:
-                    parts.defer_wgrad(weight, WeightGradient(grad, [x_full]))
+        sink = Sink(ctx.weights, ctx.needs_input_grad[5 : 5 + len(weights)], ctx.defer_wgrad)
+        ctx.parts.begin_backward(grads, saved, weights, need_x=ctx.needs_input_grad[0], sink=sink)
         dbs = [grad.sum((0, 1)) for grad in grads[: ctx.num_biases]]
-        return saved.new_empty(0), None, None, None, *(dws or [None] * len(weights)), *dbs
+        return saved.new_empty(0), None, None, None, None, *sink.dws, *dbs
 
 
 class _BeginScatter(Function):
     @staticmethod
-    def forward(ctx: Any, w: Tensor, parts: ScatterParts, *xs: Tensor) -> Tensor:
-        ctx.parts, ctx.weight = parts, w
+    def forward(ctx: Any, w: Tensor, parts: ScatterParts, defer_wgrad: DeferWgrad | None, *xs: Tensor) -> Tensor:
+        ctx.parts, ctx.weight, ctx.defer_wgrad = parts, w, defer_wgrad
         ctx.save_for_backward(w, *xs)
         parts.begin(xs, w)
         return w.new_empty(0)
@@ -184,12 +186,10 @@ class _BeginScatter(Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
         w, *xs = ctx.saved_tensors
-        parts = ctx.parts
-        need_w, _, *need_xs = ctx.needs_input_grad
-        dxs, dw, grad_full = parts.finish_backward(xs, w, need_x=any(need_xs), need_w=need_w)
-        if need_w and grad_full is not None:
-            parts.defer_wgrad(ctx.weight, WeightGradient(grad_full, xs, parts.input_activation))
-        return dw, None, *(dxs or [None] * len(xs))
+        need_w, _, _, *need_xs = ctx.needs_input_grad
+        sink = Sink([ctx.weight], [need_w], ctx.defer_wgrad)
+        dxs = ctx.parts.finish_backward(xs, w, need_x=any(need_xs), sink=sink)
+        return *sink.dws, None, None, *(dxs or [None] * len(xs))
 
 
 class _FinishScatter(Function):

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fusedcomm.comm.record import note_path
 from fusedcomm.ops.activation import Activation, activate
-from fusedcomm.ops.all_gather_matmul import Save, multiply_gathered, scatter_input_gradient
+from fusedcomm.ops.all_gather_matmul import Save, begin_backward, multiply_gathered
 from fusedcomm.ops.chunked import Call, Gather, Scatter
 from fusedcomm.ops.matmul_reduce_scatter import multiply_gathered_gradient, scatter_products
-from fusedcomm.ops.wgrad import DeferWgrad, WeightGradient
+from fusedcomm.ops.wgrad import Sink
 
 if TYPE_CHECKING:
     from fusedcomm.ops import fused
@@ -33,7 +33,6 @@ class GatherParts:
 
     call: Call
     save: Save
-    defer_wgrad: DeferWgrad | None
     _gather: Gather | fused.Gather | None = None
     _scatter: Scatter | fused.Scatter | None = None
 
@@ -49,22 +48,14 @@ class GatherParts:
         return results, gather.full if self.save == "gathered" else x
 
     def begin_backward(
-        self, grads: Sequence[Tensor], saved: Tensor, weights: Sequence[Tensor], *, need_x: bool, need_w: bool
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """`([dw, ...], None)`, with `defer_wgrad` `([], x_full)`; partial sums of dx are let go, if it is needed."""
+        self, grads: Sequence[Tensor], saved: Tensor, weights: Sequence[Tensor], *, need_x: bool, sink: Sink
+    ) -> None:
+        """Let partial sums of dx go, if it is needed, and the weights' gradients go to `sink`."""
         call = _noted(self.call, saved.device, " backward")
-        defer = self.defer_wgrad is not None
-        gather = None
-        if need_w and self.save == "shard":
-            gather = Gather(replace(call, op=f"{call.op} gather"), saved.contiguous(), keep=defer)
-        if need_x:
-            self._scatter = scatter = Scatter(call, saved.shape[1], saved.shape[2], saved)
-            scatter_input_gradient(scatter, grads, None, weights)
-        x_full = saved if gather is None else gather.complete()
-        dws = [WeightGradient(grad, [x_full]).compute() for grad in grads] if need_w and not defer else []
-        if gather is not None:
-            gather.release()
-        return dws, x_full if defer else None
+        regather = sink.is_needed and self.save == "shard"
+        self._scatter = begin_backward(
+            call, grads, None, saved.contiguous(), weights, regather=regather, need_x=need_x, sink=sink
+        )
 
     def finish_backward(self) -> Tensor:
         """This rank's rows of dx."""
@@ -91,22 +82,15 @@ class FusedGatherParts(GatherParts):
         return results, x_full if keep else x
 
     def begin_backward(
-        self, grads: Sequence[Tensor], saved: Tensor, weights: Sequence[Tensor], *, need_x: bool, need_w: bool
-    ) -> tuple[list[Tensor], Tensor | None]:
+        self, grads: Sequence[Tensor], saved: Tensor, weights: Sequence[Tensor], *, need_x: bool, sink: Sink
+    ) -> None:
         from fusedcomm.ops import fused
 
-        self._scatter, dws, x_full = fused.gather_matmul_backward(
-            fused.FusedCall.of(_noted(self.call, saved.device, " backward")),
-            grads,
-            None,
-            saved,
-            weights,
-            gathered=self.save == "gathered",
-            need_x=need_x,
-            need_w=need_w,
-            defer=self.defer_wgrad is not None,
+        call = fused.FusedCall.of(_noted(self.call, saved.device, " backward"))
+        regather = sink.is_needed and self.save == "shard"
+        self._scatter = fused.gather_matmul_backward(
+            call, grads, None, saved, weights, regather=regather, need_x=need_x, sink=sink
         )
-        return dws, x_full
 
 
 @dataclass
@@ -115,7 +99,6 @@ class ScatterParts:
 
     call: Call
     input_activation: Activation | None
-    defer_wgrad: DeferWgrad | None
     _scatter: Scatter | fused.Scatter | None = None
     _gather: Gather | fused.Gather | None = None
 
@@ -133,19 +116,13 @@ class ScatterParts:
 
     def begin_backward(self, grad: Tensor) -> None:
         """Let the rows of dy travel."""
-        call = _noted(self.call, grad.device, " backward")
-        self._gather = Gather(call, grad.contiguous(), keep=self.defer_wgrad is not None)
+        self._gather = Gather(_noted(self.call, grad.device, " backward"), grad.contiguous(), keep=False)
 
-    def finish_backward(
-        self, xs: Sequence[Tensor], w: Tensor, *, need_x: bool, need_w: bool
-    ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
-        """`([dx, ...], dw, None)`, each if it is needed; with `defer_wgrad` `([dx, ...], None, dy_full)`."""
+    def finish_backward(self, xs: Sequence[Tensor], w: Tensor, *, need_x: bool, sink: Sink) -> list[Tensor]:
+        """`[dx, ...]`, none if it is not needed; the gradient of `w` goes to `sink`."""
         gather, self._gather = self._gather, None
         assert isinstance(gather, Gather)
-        defer = self.defer_wgrad is not None
-        need_w = need_w and not defer
-        dxs, dw = multiply_gathered_gradient(gather, xs, w, self.input_activation, need_x=need_x, need_w=need_w)
-        return dxs, dw, gather.full if defer else None
+        return multiply_gathered_gradient(gather, xs, w, self.input_activation, need_x=need_x, sink=sink)
 
 
 class FusedScatterParts(ScatterParts):
@@ -162,14 +139,9 @@ class FusedScatterParts(ScatterParts):
 
         self._gather = fused.Gather(fused.FusedCall.of(_noted(self.call, grad.device, " backward")), grad)
 
-    def finish_backward(
-        self, xs: Sequence[Tensor], w: Tensor, *, need_x: bool, need_w: bool
-    ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+    def finish_backward(self, xs: Sequence[Tensor], w: Tensor, *, need_x: bool, sink: Sink) -> list[Tensor]:
         from fusedcomm.ops import fused
 
         gather, self._gather = self._gather, None
         assert isinstance(gather, fused.Gather)
-        defer = self.defer_wgrad is not None
-        return fused.multiply_gathered_gradient(
-            gather, xs, w, self.input_activation, need_x=need_x, need_w=need_w and not defer, keep=defer
-        )
+        return fused.multiply_gathered_gradient(gather, xs, w, self.input_activation, need_x=need_x, sink=sink)

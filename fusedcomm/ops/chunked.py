@@ -133,7 +133,8 @@ class Gather:
 
     The transfers start when the object is made, by the schedule of `comm.ring`. With
     `keep` the whole is fresh memory that outlives the call (`complete()` returns it); without, it is staging that
-    `release()` gives back, and the own rows are not even copied into it unless the whole is asked for.
+    `release()` gives back unless it is `kept()`, and the own rows are not even copied into it unless the whole is asked
+    for.
     """
 
     def __init__(self, call: Call, shard: Tensor, *, keep: bool) -> None:
@@ -194,11 +195,17 @@ class Gather:
 
     @property
     def full(self) -> Tensor:
-        """All rows; after the last chunk, and only with `keep`."""
+        """All rows; after `complete()`, or with `keep` after the last chunk."""
+        return self._full
+
+    def kept(self) -> Tensor:
+        """All rows, from now on the caller's; after `complete()` or the last chunk."""
+        self._full[self.call.own] = self._shard
+        self._keep = True
         return self._full
 
     def release(self) -> None:
-        """The rows are not needed any more."""
+        """The rows are not needed any more by those to whom they are lent."""
         if not self._keep:
             STAGING.give(self._full)
 
@@ -254,6 +261,11 @@ class Scatter:
             self._exchange.send(index)
         if own.start < own.stop:
             yield own.start, own.stop, self._summands[self.call.rank]
+
+    def arrive(self) -> None:
+        """Return when all partials for the own rows are here."""
+        for index in range(len(self._steps)):
+            self._exchange.wait(index)
 
     def finish(self, bias: Tensor | None = None) -> Tensor:
         """The sum of this rank's own rows, `[own rows, lead, features]`, plus `bias`."""

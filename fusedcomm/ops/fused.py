@@ -24,6 +24,7 @@ from fusedcomm.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from fusedcomm.kernels.reduce import reduce
 from fusedcomm.ops.activation import Activation, activate, differentiate
 from fusedcomm.ops.chunked import Call, flat
+from fusedcomm.ops.wgrad import LentRows, Sink, WeightGradient
 
 # The kernels' name of each activation of the ops.
 _ACTIVATIONS = {None: None, "gelu": "gelu_tanh", "silu": "silu", "swiglu": "swiglu"}
@@ -75,6 +76,8 @@ class Gather:
             call.matrix_sizes(lead),
             call.pieces,
         )
+        self._is_complete = False
+        self._kept: Tensor | None = None
 
     def multiply(self, weights: Sequence[Tensor], outputs: Sequence[Tensor], epilogue: Epilogue = NOTHING) -> None:
         """`y = epilogue(x @ w.T)` in one launch, whose tiles wait for their rows: for up to three weights."""
@@ -91,16 +94,21 @@ class Gather:
                 **self.call.grid(x, weights)._asdict(),
             )
 
-    def complete(self) -> Tensor:
-        """All rows as a matrix, once they are there (on the current stream); gone after `finish`."""
+    @property
+    def full(self) -> Tensor:
+        """All rows, `[rows, lead, features]`, once they are there (on the current stream); gone after `finish`."""
         flight = self._flight
-        with span("wait", f"{self.call.op} gather"):
-            await_rows(flight.chunks, len(flight.x_full), status=flight.status, timeout_us=flight.timeout_us)
-        return flight.x_full
+        if not self._is_complete:
+            with span("wait", f"{self.call.op} gather"):
+                await_rows(flight.chunks, len(flight.x_full), status=flight.status, timeout_us=flight.timeout_us)
+            self._is_complete = True
+        return flight.x_full.view(self._shape)
 
-    def copy(self) -> Tensor:
+    def kept(self) -> Tensor:
         """All rows in memory of their own."""
-        return self.complete().clone().view(self._shape)
+        if self._kept is None:
+            self._kept = self.full.clone()
+        return self._kept
 
     def finish(self) -> None:
         """Everything that reads the rows is launched. Raises what `Flight.finish` does."""
@@ -182,7 +190,7 @@ def multiply_gathered(
         part = slice(first, first + MAX_WEIGHTS)
         epilogue = Epilogue(_joined(biases[part]), _ACTIVATIONS[activation])
         gather.multiply(_alike(weights[part]), [flat(y) for y in results[part]], epilogue)
-    x_full = gather.copy() if keep else x.new_empty(0)
+    x_full = gather.kept() if keep else x.new_empty(0)
     gather.finish()
     return [x_full, *results]
 
@@ -208,33 +216,54 @@ def gather_matmul_backward(
     saved: Tensor,
     weights: Sequence[Tensor],
     *,
-    gathered: bool,
+    regather: bool,
     need_x: bool,
-    need_w: bool,
-    defer: bool,
-) -> tuple[Scatter | None, list[Tensor], Tensor | None]:
-    """`(dx on its way, [dw, ...], None)`, each if it is needed; with `defer` `(dx on its way, [], x_full)`.
+    sink: Sink,
+) -> Scatter | None:
+    """dx on its way, if it is needed, with the weights' gradients gone to `sink`, behind which its partial sums travel.
 
-    `saved` are all rows of x if it is `gathered`, else our own, which are gathered again behind the product for dx;
-    the partial sums of dx travel behind those for the weights.
+    `saved` are our own rows of x, if it is to `regather` the others' behind the product for dx, or all of them.
     """
-    gather = None
-    if need_w and not gathered:
-        gather = Gather(replace(call, op=f"{call.op} gather"), saved)
+    gather = Gather(replace(call, op=f"{call.op} gather"), saved) if regather else None
     scatter = None
     if need_x:
         scatter = Scatter(call, saved.shape[1], saved.shape[2], saved)
         _scatter_input_gradient(scatter, call, grads, grad_full, weights)
-    dws = []
-    x_full = saved
-    if gather is not None and defer:
-        x_full = gather.copy()
-    if need_w and not defer:
-        matrix = flat(saved) if gather is None else gather.complete()
-        dws = [weight_gradient(call, flat(grad), matrix) for grad in grads]
+    if sink.is_needed:
+        sink([FusedWeightGradient(call, grad, gather or saved) for grad in grads])
     if gather is not None:
         gather.finish()
-    return scatter, dws, x_full if defer else None
+    return scatter
+
+
+class FusedWeightGradient(WeightGradient):
+    """`dy.T @ x` by our kernel, which adds it in fp32 to what a buffer holds: in one pass, and unrounded."""
+
+    def __init__(
+        self, call: FusedCall, dy: Tensor | LentRows, x: Tensor | LentRows, *, hides_transfer: bool = True
+    ) -> None:
+        super().__init__(dy, [x], hides_transfer=hides_transfer)
+        self._call = call
+
+    def compute(self) -> Tensor:
+        dy, x = self._matrices()
+        dw = x.new_empty(dy.shape[1], x.shape[1])
+        self._multiply(dw, NOTHING)
+        return dw
+
+    def add_to(self, out: Tensor, *, overwrite: bool = False) -> None:
+        # A tile's elements are read and written by one program.
+        self._multiply(out, NOTHING if overwrite else Epilogue(residual=out))
+
+    def kept(self) -> WeightGradient:
+        dy, (x,) = self._kept_rows()
+        return FusedWeightGradient(self._call, dy, x, hides_transfer=False)
+
+    @torch.no_grad()
+    def _multiply(self, dw: Tensor, epilogue: Epilogue) -> None:
+        dy, x = (matrix.t() for matrix in self._matrices())
+        with span("compute", f"{self._call.op} dw"):
+            gemm(dy, x, dw, epilogue=epilogue, **self._call.grid(dy, [x])._asdict())
 
 
 def _scatter_input_gradient(
@@ -252,14 +281,6 @@ def _scatter_input_gradient(
             gemm(rows, w.t(), total, epilogue=Epilogue(residual=residual), **call.grid(rows, [w.t()])._asdict())
         residual = total
     scatter.multiply(flat(last_grad), last_w.t(), residual)
-
-
-def weight_gradient(call: FusedCall, grad: Tensor, x_full: Tensor) -> Tensor:
-    """`dy.T @ x` of matrices with all rows."""
-    dw = x_full.new_empty(grad.shape[1], x_full.shape[1])
-    with span("compute", f"{call.op} dw"):
-        gemm(grad.t(), x_full.t(), dw, **call.grid(grad.t(), [x_full.t()])._asdict())
-    return dw
 
 
 def matmul_scatter(call: FusedCall, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
@@ -281,12 +302,11 @@ def multiply_gathered_gradient(
     input_activation: Activation | None,
     *,
     need_x: bool,
-    need_w: bool,
-    keep: bool,
-) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
-    """`([dx, ...], dw, dy_full)`, each if it is needed, no `dx` else.
+    sink: Sink,
+) -> list[Tensor]:
+    """`[dx, ...]` from rows of dy that are on their way, chunk by chunk, none if it is not needed.
 
-    From rows of dy that are on their way: dx waits for them chunk by chunk, and then dw is computed.
+    The gradient of `w` goes to `sink` when that is launched.
     """
     dxs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs] if need_x else []
     if not need_x:
@@ -298,16 +318,16 @@ def multiply_gathered_gradient(
         inner_grad = torch.empty_like(dxs[0])
         gather.multiply([w.t()], [flat(inner_grad)])
         inner = differentiate(input_activation, xs, inner_grad, dxs)
-    dw = weight_gradient(gather.call, gather.complete(), flat(inner)) if need_w else None
-    grad_full = gather.copy() if keep else None
+    if sink.is_needed:
+        sink([FusedWeightGradient(gather.call, gather, inner)])
     gather.finish()
-    return dxs, dw, grad_full
+    return dxs
 
 
 def matmul_reduce(call: FusedCall, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     """The sum of all rows, on every rank the same: scattered while it is computed, and gathered after that."""
     own = matmul_scatter(call, x, w, bias)
     gather = Gather(replace(call, op=f"{call.op} gather"), own)
-    total = gather.copy()
+    total = gather.kept()
     gather.finish()
     return total

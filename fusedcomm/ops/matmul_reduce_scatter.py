@@ -17,7 +17,7 @@ from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.ops.activation import Activation, activate, check_activation, differentiate
 from fusedcomm.ops.check import check_matrix_inputs, check_sizes, refusing, row_dim
 from fusedcomm.ops.chunked import GATHER_DIRECTIONS, Call, Gather, Scatter, flat, run_by
-from fusedcomm.ops.wgrad import DeferWgrad, WeightGradient, check_defer, local_linear
+from fusedcomm.ops.wgrad import DeferWgrad, Sink, WeightGradient, add_product, check_defer, local_linear
 from fusedcomm.tune.cost import check_method
 
 _OP = "matmul_reduce_scatter"
@@ -54,7 +54,7 @@ def matmul_reduce_scatter(
         input_activation: what is multiplied is `gelu(x)` (tanh form) or `silu(x)`, or with `swiglu` and
             `x = [a, b]` of one shape `silu(a) * b`.
         sizes: rows of every rank along `dim`; None cuts M as `torch.chunk` would.
-        defer_wgrad: is handed the weight's gradient GEMM in backward, for a schedule that runs it later.
+        defer_wgrad: is handed the weight's gradient in backward, to compute it where it is kept, or later.
         method: `auto`, `serial`, `chunked` or `fused`, or by a certain transport `fused:symmetric`, `fused:shared` or
             `fused:c10d`.
 
@@ -137,23 +137,19 @@ def _backward(
     method: str,
     *,
     need_x: bool,
-    need_w: bool,
-    keep: bool,
-) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
-    """`([dx, ...], dw, dy_full)` from `grad [sizes[rank], lead, N]`, each if it is asked for."""
+    sink: Sink,
+) -> list[Tensor]:
+    """`[dx, ...]` from `grad [sizes[rank], lead, N]`, none if it is not needed; the gradient of `w` goes to `sink`."""
     grad = grad.contiguous()
 
-    def run(call: Call) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+    def run(call: Call) -> list[Tensor]:
         if call.transport is not None:
             from fusedcomm.ops import fused
 
             rows = fused.Gather(fused.FusedCall.of(call), grad)
-            return fused.multiply_gathered_gradient(
-                rows, xs, w, input_activation, need_x=need_x, need_w=need_w, keep=keep
-            )
-        gather = Gather(call, grad, keep=keep)
-        dxs, dw = multiply_gathered_gradient(gather, xs, w, input_activation, need_x=need_x, need_w=need_w)
-        return dxs, dw, gather.full if keep else None
+            return fused.multiply_gathered_gradient(rows, xs, w, input_activation, need_x=need_x, sink=sink)
+        gather = Gather(call, grad, keep=False)
+        return multiply_gathered_gradient(gather, xs, w, input_activation, need_x=need_x, sink=sink)
 
     features = w.shape[1:]
     return run_by(
@@ -168,33 +164,66 @@ def multiply_gathered_gradient(
     input_activation: Activation | None,
     *,
     need_x: bool,
-    need_w: bool,
-) -> tuple[list[Tensor], Tensor | None]:
-    """`([dx, ...], dw)` from the gathered rows of `dy`, chunk by chunk as they come in; no `dx` unless needed.
+    sink: Sink,
+) -> list[Tensor]:
+    """`[dx, ...]` from rows of `dy` that are on their way, none if it is not needed; the gradient of `w` to `sink`."""
+    gradient = _GatheredGradient(gather, xs, w, input_activation, need_x=need_x)
+    if sink.is_needed:
+        sink([gradient])
+    return gradient.finish()
 
-    `dw` is summed over the chunks in at least fp32.
-    """
-    wide = torch.promote_types(w.dtype, torch.float32)
-    dxs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs] if need_x else []
-    dw = w.new_zeros(w.shape, dtype=wide) if need_w else None
-    for start, stop, there in gather.chunks():
-        rows = flat(there)
-        with span("compute", gather.call.op):
-            inputs = [flat(x, start, stop) for x in xs]
-            outs = [flat(dx, start, stop) for dx in dxs]
-            if not need_x:
-                inner = activate(input_activation, inputs)
-            elif input_activation is None:
-                (inner,) = inputs
-                torch.mm(rows, w, out=outs[0])
-            else:
-                inner = differentiate(input_activation, inputs, rows @ w, outs)
-            if dw is not None and dw.dtype == inner.dtype:
-                dw.addmm_(rows.t(), inner)
-            elif dw is not None:
-                dw += rows.t() @ inner
-    gather.release()
-    return dxs, None if dw is None else dw.to(w.dtype)
+
+class _GatheredGradient(WeightGradient):
+    """That of rows of `dy` which are on their way: `dx` is computed with it, chunk by chunk as they come in."""
+
+    def __init__(
+        self, gather: Gather, xs: Sequence[Tensor], w: Tensor, input_activation: Activation | None, *, need_x: bool
+    ) -> None:
+        super().__init__(gather, xs, input_activation, hides_transfer=True)
+        self._gather, self._inputs, self._w = gather, xs, w
+        self._dxs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs] if need_x else []
+        self._is_over = False
+
+    def compute(self) -> Tensor:
+        """Summed over the chunks in at least fp32."""
+        dw = self._w.new_empty(self._w.shape, dtype=torch.promote_types(self._w.dtype, torch.float32))
+        self._multiply(dw, overwrite=True)
+        return dw.to(self._w.dtype)
+
+    def add_to(self, out: Tensor, *, overwrite: bool = False) -> None:
+        self._multiply(out, overwrite=overwrite)
+
+    def kept(self) -> WeightGradient:
+        self._multiply(None)
+        return super().kept()
+
+    def finish(self) -> list[Tensor]:
+        """`[dx, ...]`."""
+        if not self._is_over:
+            self._multiply(None)
+        self._gather.release()
+        return self._dxs
+
+    @torch.no_grad()
+    def _multiply(self, dw: Tensor | None, *, overwrite: bool = False) -> None:
+        for start, stop, there in self._gather.chunks():
+            rows = flat(there)
+            with span("compute", self._gather.call.op):
+                inputs = [flat(x, start, stop) for x in self._inputs]
+                outs = [flat(dx, start, stop) for dx in self._dxs]
+                if self._activation is not None and outs:
+                    inner = differentiate(self._activation, inputs, rows @ self._w, outs)
+                else:
+                    inner = activate(self._activation, inputs)
+                    if outs:
+                        torch.mm(rows, self._w, out=outs[0])
+                if dw is not None:
+                    add_product(dw, rows, inner, overwrite=overwrite)
+            overwrite = False
+        if dw is not None and overwrite:
+            # No rank has rows.
+            dw.zero_()
+        self._is_over = True
 
 
 @torch.library.custom_op("fusedcomm::matmul_reduce_scatter", mutates_args=())
@@ -237,7 +266,8 @@ def _backward_op(
     need_w: bool,
 ) -> list[Tensor]:
     """`[dw, dx, ...]`; an empty `dw` and no `dx` where they are not needed."""
-    dxs, dw, _ = _backward(
+    sink = Sink([w], [need_w], None)
+    dxs = _backward(
         grad,
         xs,
         w,
@@ -246,9 +276,9 @@ def _backward_op(
         sizes,
         method,
         need_x=need_x,
-        need_w=need_w,
-        keep=False,
+        sink=sink,
     )
+    (dw,) = sink.dws
     return [w.new_empty(0) if dw is None else dw, *dxs]
 
 
@@ -299,7 +329,7 @@ class _DeferredMatmulReduceScatter(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         w, *xs = ctx.saved_tensors
         need_x = any(ctx.needs_input_grad[7:])
-        dxs, _, grad_full = _backward(
+        dxs = _backward(
             grad,
             xs,
             w,
@@ -308,11 +338,7 @@ class _DeferredMatmulReduceScatter(Function):
             ctx.sizes,
             ctx.method,
             need_x=need_x,
-            need_w=False,
-            keep=True,
+            sink=Sink([ctx.weight], [ctx.weight.requires_grad], ctx.defer_wgrad),
         )
-        assert grad_full is not None
-        if ctx.weight.requires_grad:
-            ctx.defer_wgrad(ctx.weight, WeightGradient(grad_full, xs, ctx.input_activation))
         db = grad.sum((0, 1)) if ctx.needs_input_grad[1] else None
         return None, db, None, None, None, None, None, *(dxs or [None] * len(xs))

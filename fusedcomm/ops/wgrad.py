@@ -1,9 +1,9 @@
-"""Weight gradients that somebody else computes, when and where it suits: the W half of a split backward."""
+"""Weight gradients as objects: whoever keeps gradients computes them, where he keeps them and when it suits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +14,44 @@ from fusedcomm.comm.record import span
 from fusedcomm.ops.activation import Activation, activate
 
 
+class LentRows(Protocol):
+    """All rows of a tensor, in memory that a transfer uses again when the op that gathered them ends."""
+
+    @property
+    def full(self) -> Tensor:
+        """Them, `[rows, ..., features]`."""
+        ...
+
+    def kept(self) -> Tensor:
+        """The same rows for good."""
+        ...
+
+
 class WeightGradient:
     """The gradient `dy.T @ activation(x)` of a weight `[N, K]`, still to be computed.
 
-    `dy [..., N]` and `x [..., K]`, two of them for swiglu, hold the same rows, and are held until it is let go.
+    `dy [..., N]` and `x [..., K]`, two of them for swiglu, hold the same rows, and are held until it is let go. Whoever
+    is handed one computes it once: before he returns, or later if he takes `kept()` in its place.
+
+    Attributes:
+        hides_transfer: the op that handed it over has something under way that is to travel meanwhile.
     """
 
-    def __init__(self, dy: Tensor, xs: Sequence[Tensor], activation: Activation | None = None) -> None:
+    def __init__(
+        self,
+        dy: Tensor | LentRows,
+        xs: Sequence[Tensor | LentRows],
+        activation: Activation | None = None,
+        *,
+        hides_transfer: bool = False,
+    ) -> None:
+        self.hides_transfer = hides_transfer
         self._dy, self._xs = dy, xs
         self._activation: Activation | None = activation
+
+    def kept(self) -> WeightGradient:
+        """The same gradient, which may be computed when the op that handed it over has ended."""
+        return WeightGradient(*self._kept_rows(), self._activation)
 
     @torch.no_grad()
     def compute(self) -> Tensor:
@@ -40,23 +69,55 @@ class WeightGradient:
         does before it is added.
         """
         with span("compute", "dw"):
-            dy, x = self._matrices()
-            if dy.dtype == out.dtype:
-                out.addmm_(dy.t(), x, beta=0 if overwrite else 1)
-                return
-            grad = torch.mm(dy.t(), x, out_dtype=out.dtype) if dy.is_cuda else dy.t() @ x
-            if overwrite:
-                out.copy_(grad)
-            else:
-                out.add_(grad)
+            add_product(out, *self._matrices(), overwrite=overwrite)
 
     def _matrices(self) -> tuple[Tensor, Tensor]:
-        xs = [x.flatten(0, -2) for x in self._xs]
-        return self._dy.flatten(0, -2), activate(self._activation, xs)
+        dy, *xs = (rows if isinstance(rows, Tensor) else rows.full for rows in (self._dy, *self._xs))
+        return dy.flatten(0, -2), activate(self._activation, [x.flatten(0, -2) for x in xs])
+
+    def _kept_rows(self) -> tuple[Tensor, list[Tensor]]:
+        dy, *xs = (rows if isinstance(rows, Tensor) else rows.kept() for rows in (self._dy, *self._xs))
+        return dy, xs
+
+
+def add_product(out: Tensor, dy: Tensor, x: Tensor, *, overwrite: bool) -> None:
+    """`out += dy.T @ x` of matrices with the same rows, or `out = dy.T @ x`; rounded as `add_to` above says."""
+    if dy.dtype == out.dtype:
+        out.addmm_(dy.t(), x, beta=0 if overwrite else 1)
+        return
+    product = torch.mm(dy.t(), x, out_dtype=out.dtype) if dy.is_cuda else dy.t() @ x
+    if overwrite:
+        out.copy_(product)
+    else:
+        out.add_(product)
 
 
 # Called in backward once per weight, of which autograd then has no gradient.
 DeferWgrad = Callable[[Tensor, WeightGradient], None]
+
+
+class Sink:
+    """Where the gradients of an op's weights go: to `defer_wgrad`, or computed into `dws`, for autograd.
+
+    Called once, with one for each weight, at the moment of the op's backward at which computing them hides the most.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], trained: Sequence[bool], defer_wgrad: DeferWgrad | None) -> None:
+        self.dws: list[Tensor | None] = [None] * len(weights)
+        self._weights, self._trained, self._defer_wgrad = weights, trained, defer_wgrad
+
+    @property
+    def is_needed(self) -> bool:
+        return any(self._trained)
+
+    def __call__(self, gradients: Sequence[WeightGradient]) -> None:
+        for index, gradient in enumerate(gradients):
+            if not self._trained[index]:
+                continue
+            if self._defer_wgrad is None:
+                self.dws[index] = gradient.compute()
+            else:
+                self._defer_wgrad(self._weights[index], gradient)
 
 
 def check_defer(op: str, defer_wgrad: DeferWgrad | None) -> None:

@@ -49,7 +49,8 @@ class GradientBuckets:
     order of `named_params`, which should be the order of use. The buffer is cut into buckets of whole gradients.
 
     What travels when: backward adds each gradient to `main_grad` and frees `param.grad`; an op that was given
-    `defer_wgrad=buckets.accumulate` computes it there, and before the gradient of its input. The first step counts
+    `defer_wgrad=buckets.accumulate` computes it there, and before the gradient of its input, or while that one's
+    partial sums travel. The first step counts
     how often each parameter contributes until `finish()` (micro-batches, modules used twice and deferred weight
     gradients included) and measures when each is complete and what the link carries. From the second
     step on a bucket is summed over `dp_group` in the background as soon as the last contribution to it is in, in the
@@ -166,7 +167,7 @@ class GradientBuckets:
         slot.ready_s = time.perf_counter()
         if isinstance(grad, WeightGradient):
             if slot.is_last and self._counted and slot.num_contributions == slot.num_expected:
-                self._put_off.append((slot, grad))
+                self._put_off.append((slot, grad.kept()))
                 return
             self._compute(slot, grad)
             slot.ready_s = time.perf_counter()
@@ -179,8 +180,9 @@ class GradientBuckets:
         """The latest contribution; the first one overwrites what the step before left."""
         start_s = time.perf_counter()
         grad.add_to(slot.grad, overwrite=slot.num_contributions == 1)
-        # On a GPU the host's clock does not tell: nothing is put off there.
-        slot.compute_s = time.perf_counter() - start_s if slot.grad.device.type == "cpu" else 0.0
+        # What hides a transfer is not put off; nor is anything on a GPU, where the host's clock does not tell.
+        can_wait = slot.grad.device.type == "cpu" and not grad.hides_transfer
+        slot.compute_s = time.perf_counter() - start_s if can_wait else 0.0
 
     def _note_contribution(self, slot: Slot) -> None:
         """Launch the bucket if that was the last one to it."""

@@ -34,7 +34,7 @@ class WgradQueue:
     def put(self, weight: Tensor, gradient: WeightGradient) -> None:
         """Put off the gradient of `weight`; its activations are kept until it has been computed."""
         if self._earlier is None:
-            self._pending.append((weight, gradient))
+            self._pending.append((weight, gradient.kept()))
             return
         self._compute(weight, self._earlier.pop(weight, deque()))
         self.accumulate(weight, gradient)

@@ -307,8 +307,8 @@ class Trainer:
 
     def _build_stage(self, layers: range, *, first: bool, last: bool, defer_wgrad: DeferWgrad | None) -> nn.Module:
         tensor_parallel = self.config.parallel_config.tensor_parallel
-        if defer_wgrad is None and self.mesh.tp == 1 and not self.shards_weights:
-            # Where it is kept, and before dx. More tensor-parallel ranks hide the sums of dx behind it.
+        if defer_wgrad is None and not self.shards_weights:
+            # Where it is kept, as soon as the ops see fit.
             defer_wgrad = self._accumulate
         stage = Transformer(
             self.shape,

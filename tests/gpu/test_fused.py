@@ -8,12 +8,13 @@ from functools import partial
 import pytest
 import torch
 from helpers import assert_as_accurate
-from place import DEVICE, INTERPRETED, TIMES, randn
+from place import DEVICE, INTERPRETED, TIMES, poisoned, randn
 from torch import Tensor
 from torch.nn.functional import gelu
 
 from fusedcomm.comm.simulated import SimulatedTransport, Simulation
 from fusedcomm.ops.fused import FusedCall, gather_matmul, gather_matmul_backward, matmul_scatter
+from fusedcomm.ops.wgrad import Sink
 
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
 SIZES = [(9, 12)] if INTERPRETED else [(300, 411), (200, 0, 317, 130), (129,) * 8]
@@ -42,11 +43,12 @@ class Mlp:
         return matmul_scatter(call("matmul_reduce_scatter"), hidden, self.down[rank], None)
 
     def backward(self, transport: SimulatedTransport) -> tuple[Tensor, Tensor]:
-        """Of the first product: x is gathered again for dw, while the partial sums of dx travel."""
+        """Of the first product: x is gathered again for dw, in fp32, while the partial sums of dx travel."""
         rank = transport.rank
         call = FusedCall("all_gather_matmul backward", transport, self.sizes, self.pieces)
-        saved, up, needs = self.x[self.own(rank)], [self.up[rank]], {"need_x": True, "need_w": True, "defer": False}
-        scatter, (dw,), _ = gather_matmul_backward(call, [self.dy[rank]], None, saved, up, gathered=False, **needs)
+        saved, up, dw = self.x[self.own(rank)], [self.up[rank]], poisoned(INNER, HIDDEN, dtype=torch.float32)
+        sink = Sink(up, [True], lambda weight, gradient: gradient.add_to(dw, overwrite=True))
+        scatter = gather_matmul_backward(call, [self.dy[rank]], None, saved, up, regather=True, need_x=True, sink=sink)
         assert scatter is not None
         return scatter.finish(), dw
 
@@ -95,7 +97,7 @@ def test_gradients_agree_with_torch(sizes):
     x = mlp.x.flatten(0, 1)
     for rank, (dx, dw) in enumerate(simulate(mlp, mlp.backward)):
         dy = mlp.dy[rank].flatten(0, 1)
-        assert_as_accurate(dw, dy.double().t() @ x.double(), dy.t() @ x, times=TIMES[DTYPE])
+        assert_as_accurate(dw, dy.double().t() @ x.double(), (dy.t() @ x).float(), times=TIMES[DTYPE])
         if sizes[rank]:
             own = mlp.own(rank)
             assert_as_accurate(dx, exact[own], plain[own], times=TIMES[DTYPE])

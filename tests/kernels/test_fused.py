@@ -30,7 +30,7 @@ from fusedcomm.ops.begin import begin_all_gather_matmul
 
 # A run on real ranks takes as long as it takes: no deadline, and nothing to call slow.
 on_ranks = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
-TILES = Case(4, (2,), 0, (40, 33, 0, 17), 70, 40, torch.bfloat16, True, 3, "fused", "shard", False, True, 3)
+TILES = Case(4, (2,), 0, (40, 33, 0, 17), 70, 40, torch.bfloat16, True, 3, "fused", "shard", "at_once", True, 3)
 
 
 def times(dtype: torch.dtype) -> float:
@@ -64,9 +64,11 @@ def test_many_tiles_match_reference_and_two_runs_are_bit_equal(carrier, run, che
 
 
 @pytest.mark.parametrize("activation", ["gelu", "silu", "swiglu"])
-@pytest.mark.parametrize(("dtype", "defer"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
-def test_input_activation_matches_reference(activation, dtype, defer):
-    results = run_ranks(3, hostile, "shared", run_activated, activation, dtype, "fused", defer)
+@pytest.mark.parametrize(
+    ("dtype", "wgrad"), [(torch.float32, "autograd"), (torch.float16, "at_once"), (torch.bfloat16, "later")], ids=str
+)
+def test_input_activation_matches_reference(activation, dtype, wgrad):
+    results = run_ranks(3, hostile, "shared", run_activated, activation, dtype, "fused", wgrad)
     check_activated(activation, dtype, results, times(dtype))
 
 

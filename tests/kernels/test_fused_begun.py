@@ -17,17 +17,17 @@ from fusedcomm.comm.transport import flag_transport_of
 
 @pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize(
-    ("world", "save", "dtype", "rows", "defer"),
+    ("world", "save", "dtype", "rows", "wgrad"),
     [
-        (2, "shard", torch.float32, ROWS, False),
-        (3, "gathered", torch.bfloat16, ROWS, False),
-        (3, "shard", torch.float16, 2, True),
-        (2, "shard", torch.float32, 0, False),
+        (2, "shard", torch.float32, ROWS, "at_once"),
+        (3, "gathered", torch.bfloat16, ROWS, "autograd"),
+        (3, "shard", torch.float16, 2, "later"),
+        (2, "shard", torch.float32, 0, "autograd"),
     ],
     ids=str,
 )
-def test_begun_and_finished_it_is_the_whole_op_to_the_bit(carrier, world, save, dtype, rows, defer):
-    for equal in run_ranks(world, hostile, carrier, run_both, "fused", save, dtype, rows, world - 1, defer):
+def test_begun_and_finished_it_is_the_whole_op_to_the_bit(carrier, world, save, dtype, rows, wgrad):
+    for equal in run_ranks(world, hostile, carrier, run_both, "fused", save, dtype, rows, world - 1, wgrad):
         assert all(equal), equal
 
 
