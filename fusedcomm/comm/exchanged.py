@@ -8,6 +8,8 @@ alone, in the order of its calls, and nobody has to ask whether a peer's is free
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from torch import Tensor
 from fusedcomm.comm.buffers import Buffer, check_chunks, gather_bytes, part_bytes, scatter_bytes, split_buffer
 from fusedcomm.comm.channel import Channel
 from fusedcomm.comm.flights import BufferedGather, BufferedScatter, FlightTransport
-from fusedcomm.comm.lanes import Turn
+from fusedcomm.comm.lanes import Rows, Turn
 from fusedcomm.comm.places import Mark, RankStreams
 from fusedcomm.comm.ring import Step
 from fusedcomm.comm.threads import Threads
@@ -37,7 +39,7 @@ class ExchangedTransport(FlightTransport):
         place = RankStreams(device, channel.timeout_s) if on_gpu else Threads(channel.timeout_s)
         super().__init__(channel.rank, channel.world, device, place, first_epoch)
         self.communication_sms = _NCCL_SMS if on_gpu else 0
-        self.channel = channel
+        self._channel = channel
         # Kept to the end: a captured graph replays its calls in the buffers that it was captured with.
         self._memory: list[Tensor] = []
 
@@ -45,7 +47,7 @@ class ExchangedTransport(FlightTransport):
         """As `FlagTransport.gather`; raises what `take_turn` does."""
         check_chunks(op, self.world, pieces)
         turn = self.take_turn(op, "gather", signature, gather_bytes(shard, sizes))
-        return ExchangedGather(self, op, signature, turn, shard, sizes, pieces)
+        return ExchangedGather(self, op, turn, shard, sizes, pieces)
 
     def scatter(
         self, op: str, signature: str, like: Tensor, features: int, sizes: Sequence[int], pieces: int
@@ -53,7 +55,7 @@ class ExchangedTransport(FlightTransport):
         """As `FlagTransport.scatter`; raises what `take_turn` does."""
         check_chunks(op, self.world, pieces)
         turn = self.take_turn(op, "scatter", signature, scatter_bytes(like, features, sizes))
-        return ExchangedScatter(self, op, signature, turn, like, features, sizes, pieces)
+        return ExchangedScatter(self, op, turn, like, features, sizes, pieces)
 
     def take_turn(self, op: str, kind: str, signature: str, num_bytes: int) -> Turn:
         """As `FlightTransport.take_turn`.
@@ -63,9 +65,12 @@ class ExchangedTransport(FlightTransport):
             ValueError: the call is captured but has not run before.
         """
         self.refuse_if_failed(op)
-        if not (self.has_room(kind, num_bytes) and self.channel.has_agreed(signature)):
+        if not (self.has_room(kind, num_bytes) and self._channel.has_agreed(signature)):
             refuse_in_capture(op, self._device, signature)
-        return self.lane(op, kind, num_bytes).take()
+        exchange = partial(
+            open_exchange, self._channel.group, op, signature, device=self._device, overlapped=True, paced=False
+        )
+        return replace(self.lane(op, kind, num_bytes).take(), exchange=exchange)
 
     def make_buffer(self, op: str, kind: str, num_bytes: int) -> tuple[tuple[()], Buffer]:
         whole = torch.empty(sum(part_bytes(self.world, num_bytes, _ALIGNMENT)), dtype=torch.uint8, device=self._device)
@@ -79,19 +84,6 @@ class ExchangedTransport(FlightTransport):
 class ExchangedGather(BufferedGather):
     """Our rows are sent to all peers, at once; theirs come in as they do."""
 
-    def __init__(
-        self,
-        transport: ExchangedTransport,
-        op: str,
-        signature: str,
-        turn: Turn,
-        shard: Tensor,
-        sizes: Sequence[int],
-        pieces: int,
-    ) -> None:
-        self._channel, self._signature = transport.channel, signature
-        super().__init__(transport, op, turn, shard, sizes, pieces)
-
     def _send(self, after: Mark) -> None:
         steps = []
         for distance in range(1, self._world):
@@ -101,7 +93,7 @@ class ExchangedGather(BufferedGather):
         self._steps = steps
         outgoing = [None if step.send is None else self.x_full[step.send.start : step.send.stop] for step in steps]
         incoming = [None if step.recv is None else self.x_full[step.recv.start : step.recv.stop] for step in steps]
-        self._exchange = _start(self._channel, self._op, self._signature, steps, outgoing, incoming, self.x_full)
+        self._exchange = _start(self._turn, steps, outgoing, incoming)
         super()._send(after)
 
     def _push(self) -> None:
@@ -117,20 +109,6 @@ class ExchangedGather(BufferedGather):
 class ExchangedScatter(BufferedScatter):
     """Each chunk is sent to its owner when the kernel has announced it."""
 
-    def __init__(
-        self,
-        transport: ExchangedTransport,
-        op: str,
-        signature: str,
-        turn: Turn,
-        like: Tensor,
-        features: int,
-        sizes: Sequence[int],
-        pieces: int,
-    ) -> None:
-        self._channel, self._signature = transport.channel, signature
-        super().__init__(transport, op, turn, like, features, sizes, pieces)
-
     def _send(self, after: Mark) -> None:
         steps, own = [], self._bounds[self._rank * self._pieces]
         for distance in range(1, self._world):
@@ -143,7 +121,7 @@ class ExchangedScatter(BufferedScatter):
             None if step.recv is None else self.summands[step.src, step.recv.start - own : step.recv.stop - own]
             for step in steps
         ]
-        self._exchange = _start(self._channel, self._op, self._signature, steps, outgoing, incoming, self.y_partial)
+        self._exchange = _start(self._turn, steps, outgoing, incoming)
         super()._send(after)
 
     def _push(self) -> None:
@@ -165,18 +143,9 @@ class ExchangedScatter(BufferedScatter):
         self._exchange.finish()
 
 
-def _start(
-    channel: Channel,
-    op: str,
-    signature: str,
-    steps: Sequence[Step],
-    outgoing: Sequence[Tensor | None],
-    incoming: Sequence[Tensor | None],
-    like: Tensor,
-) -> Exchange:
+def _start(turn: Turn, steps: Sequence[Step], outgoing: Rows, incoming: Rows) -> Exchange:
     """In the caller's thread, since it counts the group's calls."""
-    exchange = open_exchange(
-        channel.group, op, signature, steps, outgoing, incoming, like.device, overlapped=True, paced=False
-    )
+    assert turn.exchange is not None, "`ExchangedTransport.take_turn` gives it"
+    exchange = turn.exchange(steps, outgoing, incoming)
     exchange.start()
     return exchange

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from fusedcomm.comm.buffers import Buffer
+from fusedcomm.comm.ring import Step
+from fusedcomm.comm.transport import Exchange
 
 # A call leaves this one free: were the next to take what has just been read, its sender would have to wait for that.
 _SPARE = 1
+# Of each step of an exchange.
+Rows: TypeAlias = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class Turn:
         epoch, before: [1] int32, the call's epoch and the one before it, on this rank's device.
         release: gives the buffers back; the flight does when it is finished.
         check_peers: PeerError if a peer does not make this call, where that is not known yet.
+        exchange: where rows travel as messages, opens those of the call: what leaves and what comes in at each step.
     """
 
     buffers: Sequence[Buffer]
@@ -32,6 +38,7 @@ class Turn:
     before: Tensor
     release: Callable[[], None]
     check_peers: Callable[[], None] = lambda: None
+    exchange: Callable[[Sequence[Step], Rows, Rows], Exchange] | None = None
 
 
 class Lane:
