@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
+from fusedcomm.comm.places import Mark, StreamMarks
 from fusedcomm.kernels import grid
 from fusedcomm.kernels.config import CONFIGS, GemmConfig
 from fusedcomm.kernels.grid import Grid
@@ -18,8 +19,6 @@ _TIMES_L2 = 3
 
 # What runs on the device and returns nothing.
 Work = Callable[[], object]
-# A point on a stream that other streams can wait for.
-Mark = Any
 
 
 class Device(Protocol):
@@ -72,7 +71,7 @@ class Device(Protocol):
         ...
 
 
-class Gpu:
+class Gpu(StreamMarks):
     """`Device` of the current CUDA device."""
 
     def __init__(self) -> None:
@@ -99,14 +98,6 @@ class Gpu:
 
     def grid(self, dtype: torch.dtype, rows: int, columns: int, communication_sms: int) -> Grid:
         return grid.grid_of(self.torch_device, dtype, rows, (columns,), communication_sms)
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record()
-        return event
-
-    def wait(self, mark: torch.cuda.Event) -> None:
-        torch.cuda.current_stream().wait_event(mark)
 
     @contextmanager
     def beside(self, after: torch.cuda.Event) -> Iterator[None]:

@@ -87,13 +87,8 @@ class SimulatedPlace(Place, Protocol):
         ...
 
 
-class _Streams(ABC):
-    """What streams of any GPU have in common."""
-
-    def __init__(self, device: torch.device, timeout_s: float) -> None:
-        self.timeout_us = min(2**31 - 1, round(timeout_s * 1e6))
-        self._device = device
-        self._only: dict[tuple[int, int], Tensor] = {}
+class StreamMarks:
+    """Marks of the current CUDA stream."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -102,6 +97,15 @@ class _Streams(ABC):
 
     def wait(self, mark: torch.cuda.Event) -> None:
         torch.cuda.current_stream().wait_event(mark)
+
+
+class _Streams(StreamMarks, ABC):
+    """What streams of any GPU have in common."""
+
+    def __init__(self, device: torch.device, timeout_s: float) -> None:
+        self.timeout_us = min(2**31 - 1, round(timeout_s * 1e6))
+        self._device = device
+        self._only: dict[tuple[int, int], Tensor] = {}
 
     def send(self, rank: int, after: torch.cuda.Event, push: Callable[[], None]) -> torch.cuda.Event:
         with torch.cuda.stream(self._copies_of(rank)):
