@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import assert_as_accurate, run_ranks
 from hypothesis import HealthCheck, given, settings
 from op_cases import (
     BIG,
@@ -162,6 +162,32 @@ def run_many(rank, world):
 def test_staging_is_allocated_once():
     for allocations in run_ranks(2, run_many):
         assert len(set(allocations)) == 1, "the second call allocates staging again"
+
+
+def run_timed(rank, world):
+    group = dist.group.WORLD
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(1500, 72, generator=generator, requires_grad=True)
+    w, v = (torch.randn(*shape, generator=generator, requires_grad=True) for shape in ((40, 72), (24, 40)))
+    handed = []
+
+    def take(weight, gradient):
+        handed.append(weight)
+        weight.grad = gradient.compute()
+
+    y = all_gather_matmul(x, w, group=group, defer_wgrad=take)
+    z = matmul_reduce_scatter(y, v, group=group, defer_wgrad=take)
+    with recording() as record:
+        z.sum().backward()
+    num_products = sum(event.name == "dw" for event in record.events)
+    return len(handed), num_products, v.grad, (torch.ones(len(y), 24).double().t() @ y.double()), y.detach()
+
+
+def test_weight_gradients_are_handed_over_once_however_often_an_op_is_timed():
+    for handed, num_products, dv, exact, y in run_ranks(2, run_timed):
+        assert handed == 2
+        assert num_products > 1, "no way to run the ops was timed"
+        assert_as_accurate(dv, exact, torch.ones(len(y), 24).t() @ y)
 
 
 def run_opcheck(rank, world):

@@ -23,7 +23,7 @@ from fusedcomm.parallel.wgrad import PutOff
 def put_off(queue: WgradQueue, weights: list[Tensor], uses: tuple[int, ...], micro_batch: int) -> PutOff:
     """A backward that comes to these weights in this order."""
     for weight in uses:
-        queue.put(weights[weight], WeightGradient(torch.ones(1, 1), [torch.full((1, 1), float(micro_batch))]))
+        queue(weights[weight], WeightGradient(torch.ones(1, 1), [torch.full((1, 1), float(micro_batch))]))
     return queue.take()
 
 

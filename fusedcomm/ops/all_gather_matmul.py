@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any, Literal, cast
 
@@ -188,7 +189,7 @@ def _backward(
     saved = saved.contiguous()
     regather = sink.is_needed and save == "shard"
 
-    def run(call: Call) -> Tensor | None:
+    def run(call: Call, sink: Sink) -> Tensor | None:
         if call.transport is not None:
             from fusedcomm.ops import fused
 
@@ -201,7 +202,18 @@ def _backward(
 
     features = [w.shape[0] for w in weights]
     ways = GATHER_DIRECTIONS if regather else ()
-    return run_by(method, f"{_OP} backward", group, sizes, saved, saved.shape[1:], features, run, directions=ways)
+    return run_by(
+        method,
+        f"{_OP} backward",
+        group,
+        sizes,
+        saved,
+        saved.shape[1:],
+        features,
+        partial(run, sink=sink),
+        directions=ways,
+        trial=lambda call: run(call, sink.for_trial()),
+    )
 
 
 def begin_backward(

@@ -87,11 +87,13 @@ def run_by(
     run: Callable[[Call], Result],
     *,
     directions: Sequence[Direction] = (),
+    trial: Callable[[Call], object] | None = None,
 ) -> Result:
     """Settle with the group how the call is to run, note that, and run it.
 
     What travels is `[rows, *travel]`, of `like`'s dtype; `local` are the GEMMs' other features, which may differ from
-    rank to rank. `directions` are those that rows could take instead of pairs.
+    rank to rank. `directions` are those that rows could take instead of pairs. `trial` runs the call while ways are
+    timed, if that must not do all that `run` does.
     """
     rows = sum(sizes) * travel[0]
     shapes = f"{list(sizes)} x {list(travel)} {str(like.dtype).removeprefix('torch.')}"
@@ -107,7 +109,7 @@ def run_by(
         directions=directions,
         device=like.device,
         can_fuse=like.dtype in FUSED_DTYPES,
-        run=lambda choice: run(call_of(choice)),
+        run=lambda choice: (trial or run)(call_of(choice)),
     )
     call = call_of(choice)
     note_path(call.path(like.device))

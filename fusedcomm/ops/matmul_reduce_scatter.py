@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import Any, cast
 
@@ -142,7 +143,7 @@ def _backward(
     """`[dx, ...]` from `grad [sizes[rank], lead, N]`, none if it is not needed; the gradient of `w` goes to `sink`."""
     grad = grad.contiguous()
 
-    def run(call: Call) -> list[Tensor]:
+    def run(call: Call, sink: Sink) -> list[Tensor]:
         if call.transport is not None:
             from fusedcomm.ops import fused
 
@@ -153,7 +154,16 @@ def _backward(
 
     features = w.shape[1:]
     return run_by(
-        method, f"{_OP} backward", group, sizes, grad, grad.shape[1:], features, run, directions=GATHER_DIRECTIONS
+        method,
+        f"{_OP} backward",
+        group,
+        sizes,
+        grad,
+        grad.shape[1:],
+        features,
+        partial(run, sink=sink),
+        directions=GATHER_DIRECTIONS,
+        trial=lambda call: run(call, sink.for_trial()),
     )
 
 

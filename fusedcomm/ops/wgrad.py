@@ -92,7 +92,8 @@ def add_product(out: Tensor, dy: Tensor, x: Tensor, *, overwrite: bool) -> None:
         out.add_(product)
 
 
-# Called in backward once per weight, of which autograd then has no gradient.
+# Called in backward once per weight, of which autograd then has no gradient. One that computes them all later says so
+# by an attribute `keeps_gradients` that is true: the tuner then times the op without them.
 DeferWgrad = Callable[[Tensor, WeightGradient], None]
 
 
@@ -118,6 +119,15 @@ class Sink:
                 self.dws[index] = gradient.compute()
             else:
                 self._defer_wgrad(self._weights[index], gradient)
+
+    def for_trial(self) -> Sink:
+        """What takes this one's place while a way to run the op is timed: as much is done, and nothing comes of it."""
+        keeps = getattr(self._defer_wgrad, "keeps_gradients", False)
+        return Sink(self._weights, self._trained, _keep if keeps else None)
+
+
+def _keep(weight: Tensor, gradient: WeightGradient) -> None:
+    gradient.kept()
 
 
 def check_defer(op: str, defer_wgrad: DeferWgrad | None) -> None:

@@ -197,7 +197,7 @@ class Pipeline:
         defer_wgrad = None
         if splits_backward:
             self._queues[stage] = WgradQueue(add_to_grad)
-            defer_wgrad = self._queues[stage].put
+            defer_wgrad = self._queues[stage]
         return build_stage(
             self.layers_of_stage[stage],
             first=stage == 0,

@@ -18,12 +18,14 @@ PutOff = list[tuple[Tensor, WeightGradient]]
 class WgradQueue:
     """Holds the weight-gradient GEMMs of a stage until its schedule comes to them.
 
-    `put` is what ops and layers take as `defer_wgrad`; `take`, called after each backward, returns what that backward
+    It is what ops and layers take as `defer_wgrad`; `take`, called after each backward, returns what that backward
     put off, and `compute` computes that of one or more backwards, each GEMM once; `computing_with` does so during one
     more backward.
     `accumulate` is handed them then, and computes them where it keeps gradients: that of `GradientBuckets` or of
     `FullySharded`, or `add_to_grad`.
     """
+
+    keeps_gradients = True
 
     def __init__(self, accumulate: DeferWgrad) -> None:
         self.accumulate = accumulate
@@ -31,7 +33,7 @@ class WgradQueue:
         # What earlier backwards have put off, while one computes it together with its own.
         self._earlier: dict[Tensor, deque[WeightGradient]] | None = None
 
-    def put(self, weight: Tensor, gradient: WeightGradient) -> None:
+    def __call__(self, weight: Tensor, gradient: WeightGradient) -> None:
         """Put off the gradient of `weight`; its activations are kept until it has been computed."""
         if self._earlier is None:
             self._pending.append((weight, gradient.kept()))
