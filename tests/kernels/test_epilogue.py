@@ -107,6 +107,16 @@ def test_residual_is_added_after_the_activation(dtype):
     assert_as_accurate(y, reference, silu(linear(x, w)) + residual, times=TIMES[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_is_added_to_what_the_output_holds(dtype):
+    dy, x = draw(60, 45, dtype=dtype), draw(60, 70, dtype=dtype, seed=1)
+    before = draw(45, 70, dtype=torch.float32, seed=2)
+    y = before.clone()
+    gemm(dy.T, x.T, y, epilogue=Epilogue(residual=y), **GRID)
+    plain = before + dy.float().T @ x.float()
+    assert_as_accurate(y, before.double() + dy.double().T @ x.double(), plain, times=TIMES[dtype])
+
+
 def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
     """Rows as fp8 with a scale each."""
     scale = values.abs().amax(dim=1) / torch.finfo(FP8).max
@@ -131,6 +141,10 @@ def test_fp8_with_row_wise_scales_matches_reference(out_dtype):
     matmul_reduce_scatter(
         x, w, y, chunks=chunks, counters=torch.zeros(2, dtype=torch.int32), x_scale=x_scale, w_scale=w_scale, **GRID
     )
+    assert_as_accurate(y, linear(exact_x, exact_w), plain)
+    y.fill_(float("nan"))
+    status = torch.zeros(4, dtype=torch.int32)
+    all_gather_matmul(x, w, y, chunks=chunks, status=status, timeout_us=1, epilogue=Epilogue(**scales), **GRID)
     assert_as_accurate(y, linear(exact_x, exact_w), plain)
 
 
