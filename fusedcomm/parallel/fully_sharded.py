@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import cast
@@ -39,8 +40,6 @@ def fully_shard_stage(
     given back after its backward, units also between forward and backward; with `keep_gathered` all of it only after
     the step's last backward. Sums are in fp32.
     """
-    # It may be, and torch warns of what would modify it in place, as no loss and no transfer does.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     layouts = {name: layout_of(param) for name, param in stage.named_parameters()}
     with torch.no_grad():
         for param in stage.parameters():
@@ -50,6 +49,10 @@ def fully_shard_stage(
     for unit in units:
         fully_shard(unit, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)
     fully_shard(stage, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=False)
+    # A stage may return a view, and torch warns of what would modify it in place, as no loss and no transfer does. It
+    # warns in each forward, beside other threads, whose warnings `catch_warnings` would take.
+    name = re.escape(type(stage).__name__)
+    warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({name}\) returned a view tensor")
     for module in _sharded_modules(stage):
         # The loss is divided by the tokens of all ranks: gradients are sums.
         module.set_gradient_divide_factor(1.0)
