@@ -10,7 +10,9 @@ FUSED = {"model__layers": 2, "tensor_parallel__method": "fused"}
 LAYOUTS = {
     "tp": tiny(1, 1, 2, **FUSED),
     "tp x pp": tiny(2, 1, 2, **FUSED),
+    "tp x pp, weight gradients put off": tiny(2, 1, 2, **FUSED, pipeline_parallel__schedule="zero_bubble"),
     "tp in turns": tiny(1, 1, 2, **FUSED, tensor_parallel__tp_sync="interleave"),
+    "tp in a ladder": tiny(1, 1, 2, **FUSED, tensor_parallel__tp_sync="ladder"),
 }
 
 
