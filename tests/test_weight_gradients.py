@@ -131,7 +131,7 @@ def _sums(rank: int, world: int) -> tuple[list[str], list[tuple[str, int]]]:
         pipeline.train_step(**data(step), loss_fn=mean_loss)
         buckets.finish()
         buckets.zero()
-    left = [buckets._buckets[piece.transfer].slots[0].name for piece in buckets._queue._order]
+    left = [buckets._buckets[piece.transfer].slots[0].name for piece in buckets._transfers._queue._order]
     return [name for name in dict.fromkeys(left) if name.endswith("weight")], list(launched.items())
 
 

@@ -1,6 +1,7 @@
 """Data and pipeline parallelism around tensor-parallel layers, and the optimizer that sees the whole mesh."""
 
-from fusedcomm.parallel.data import GradientBuckets, main_grad_of
+from fusedcomm.parallel.buckets import main_grad_of
+from fusedcomm.parallel.data import GradientBuckets
 from fusedcomm.parallel.disk import ActivationParking, DiskFolder, DiskTensors
 from fusedcomm.parallel.fully_sharded import FullySharded, fully_shard_stage
 from fusedcomm.parallel.optimizer import LossScale, Optimizer, StepResult, cosine_lr

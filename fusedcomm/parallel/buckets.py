@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fusedcomm.nn.layout import layout_of
+from fusedcomm.nn.layout import claim_partial_grad, layout_of
 
 # Views start at multiples of 64 bytes, so that vector kernels never meet an unaligned gradient.
 ALIGN = 16
@@ -89,13 +89,40 @@ def cut_into_buckets(flat: Tensor, slots: Sequence[Slot], max_bytes: int, *, fir
     return buckets
 
 
-def digest(named: NamedParams) -> str:
+def main_grad_of(param: Tensor) -> Tensor | None:
+    """The parameter's fp32 gradient in its bucket; None where it has no bucket."""
+    return getattr(param, "main_grad", None)
+
+
+def arrange(
+    named_params: Iterable[tuple[str, nn.Parameter]], dp_group: ProcessGroup | None, tp_group: ProcessGroup | None
+) -> tuple[NamedParams, NamedParams]:
+    """The trained parameters from the last to the first, the same on all ranks: `(whole, merged)`.
+
+    Of `merged` ones each tensor-parallel rank holds a part of the gradient; whoever calls this sees to their sums.
+    """
+    named = [(name, param) for name, param in named_params if param.requires_grad]
+    if len({id(param) for _, param in named}) < len(named):
+        raise ValueError(
+            "GradientBuckets: a parameter is given under two names; "
+            "pass model.named_parameters(), which names each once"
+        )
+    named = _agree_on_order(named[::-1], dp_group)
+    is_merged = {name: tp_group is not None and layout_of(param).partial_grad for name, param in named}
+    merged = [pair for pair in named if is_merged[pair[0]]]
+    _check_same(_digest(merged), tp_group, "tensor", "parameters with partial gradients")
+    for _, param in merged:
+        claim_partial_grad(param)
+    return [pair for pair in named if not is_merged[pair[0]]], merged
+
+
+def _digest(named: NamedParams) -> str:
     """A hash of names, shapes, dtypes and layouts in their order."""
     lines = [f"{name} {list(param.shape)} {param.dtype} {layout_of(param)}" for name, param in named]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def agree_on_order(named: NamedParams, group: ProcessGroup | None) -> NamedParams:
+def _agree_on_order(named: NamedParams, group: ProcessGroup | None) -> NamedParams:
     """The group's first rank decides the order; every rank must hold the same parameters."""
     if group is None:
         return named
@@ -103,11 +130,11 @@ def agree_on_order(named: NamedParams, group: ProcessGroup | None) -> NamedParam
     dist.broadcast_object_list(names, group=group, group_src=0)
     place = {name: index for index, name in enumerate(names[0])}
     named = sorted(named, key=lambda pair: place.get(pair[0], len(place)))
-    check_same(digest(named), group, "data", "parameters (name, shape, dtype, layout)")
+    _check_same(_digest(named), group, "data", "parameters (name, shape, dtype, layout)")
     return named
 
 
-def check_same(digest: str, group: ProcessGroup | None, axis: str, what: str) -> None:
+def _check_same(digest: str, group: ProcessGroup | None, axis: str, what: str) -> None:
     """ValueError on all ranks unless all have this digest."""
     if group is None:
         return

@@ -12,24 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fusedcomm.comm.collective import AllReduce, Collective, Pending, bulk_group
+from fusedcomm.comm.collective import AllReduce, Collective
 from fusedcomm.comm.compress import Layout, Place
-from fusedcomm.comm.plan import Piece
-from fusedcomm.comm.queue import TransferQueue
 from fusedcomm.comm.record import span
-from fusedcomm.nn.layout import claim_partial_grad, layout_of
 from fusedcomm.ops.wgrad import WeightGradient
-from fusedcomm.parallel.buckets import (
-    Bucket,
-    Slot,
-    agree_on_order,
-    allocate_gradients,
-    check_same,
-    cut_into_buckets,
-    digest,
-)
-from fusedcomm.parallel.shares import Shares
+from fusedcomm.parallel.buckets import Bucket, Slot, allocate_gradients, arrange, cut_into_buckets
 from fusedcomm.parallel.timing import Planner
+from fusedcomm.parallel.transfers import Transfers
 
 
 def _all_reduce(group: ProcessGroup, layout: Layout) -> Collective:
@@ -96,40 +85,28 @@ class GradientBuckets:
         collective: Callable[[ProcessGroup, Layout], Collective] = _all_reduce,
         sharded: bool = False,
     ) -> None:
-        named = [(name, param) for name, param in named_params if param.requires_grad]
-        if len({id(param) for _, param in named}) < len(named):
-            raise ValueError(
-                "GradientBuckets: a parameter is given under two names; "
-                "pass model.named_parameters(), which names each once"
-            )
-        self._dp_group = _unless_alone(dp_group)
-        self._tp_group = _unless_alone(tp_group)
-        named = agree_on_order(named[::-1], self._dp_group)
-        sums_over_tp = self._tp_group is not None
-        merged = [pair for pair in named if sums_over_tp and layout_of(pair[1]).partial_grad]
-        whole = [pair for pair in named if not (sums_over_tp and layout_of(pair[1]).partial_grad)]
-        check_same(digest(merged), self._tp_group, "tensor", "parameters with partial gradients")
-        for _, param in merged:
-            claim_partial_grad(param)
-
+        dp_group, self._tp_group = _unless_alone(dp_group), _unless_alone(tp_group)
+        whole, merged = arrange(named_params, dp_group, self._tp_group)
         self._flat, slots = allocate_gradients([*whole, *merged])
         self._slots: dict[Tensor, Slot] = {slot.param: slot for slot in slots}
         self._num_whole = len(whole)
         self._planner = Planner(bucket_mb, window_mb)
         self._cut()
-        self._shares: Shares | None = None
-        if self._dp_group is not None:
-            group = bulk_group(self._dp_group, self._flat.device)
-            if sharded:
-                self._shares = Shares(group, slots)
-            else:
-                self._collective = collective(group, self.layout)
-            self._queue = TransferQueue("gradients", self._flat.device)
+        layers = list(layers)
+        self._transfers: Transfers | None = None
+        if dp_group is not None:
+            self._transfers = Transfers(
+                dp_group,
+                slots,
+                self.layout,
+                self._planner,
+                collective=collective,
+                sharded=sharded,
+                in_forward=bool(layers),
+            )
         for slot in slots:
             slot.param.register_post_accumulate_grad_hook(self._collect)
-        self._in_forward = False
         for layer in layers:
-            self._in_forward = True
             own = [self._slots[param] for param in layer.parameters() if param in self._slots]
             layer.register_forward_pre_hook(partial(self._before_forward, own))
             layer.register_state_dict_pre_hook(lambda *_: self.settle())
@@ -194,7 +171,7 @@ class GradientBuckets:
 
     def finish(self, *, set_grad: bool = True) -> None:
         """Wait until every gradient is the sum over all ranks; every rank calls it once a step."""
-        if set_grad and self._shares is not None:
+        if set_grad and self._is_sharded:
             raise ValueError(
                 "GradientBuckets: with sharded=True a rank has the gradients of its own rows only, so there is no "
                 "param.grad to set; use finish(set_grad=False) and fusedcomm.parallel.Optimizer(sharded=True)"
@@ -224,12 +201,10 @@ class GradientBuckets:
 
         Every rank calls it after each update, and after reading a checkpoint. First layers come first.
         """
-        if self._shares is None:
+        if self._transfers is None or not self._is_sharded:
             return
         self.settle()
-        self._queue.begin(self._planner.gathers(self._buckets), self._planner.pace().window_bytes)
-        for bucket in self._buckets:
-            self._queue.submit(bucket.index, partial(self._shares.gather, bucket))
+        self._transfers.gather(self._buckets)
         self._await_later(self._buckets, lambda bucket: None)
 
     def settle(self) -> None:
@@ -275,6 +250,10 @@ class GradientBuckets:
         """Every gradient's name and place in the buffer, in its order."""
         return list(self._slots.values())
 
+    @property
+    def _is_sharded(self) -> bool:
+        return self._transfers is not None and self._transfers.shares is not None
+
     def _cut(self) -> None:
         slots = self.slots
         self._buckets = cut_into_buckets(self._flat, slots[: self._num_whole], self._planner.pace().piece_bytes)
@@ -300,19 +279,12 @@ class GradientBuckets:
         if bucket is self._merged:
             with span("wait", "gradients_tp", bucket.flat.nbytes):
                 dist.all_reduce(bucket.flat, group=self._tp_group)
-        if self._dp_group is not None:
-            self._queue.submit(bucket.index, partial(self._start_piece, bucket))
-
-    def _start_piece(self, bucket: Bucket, piece: Piece) -> Pending:
-        if self._shares is not None:
-            return self._shares.reduce(bucket, piece)
-        start, stop = piece.start // 4, piece.stop // 4
-        return self._collective.start(bucket.flat[start:stop], bucket.offset + start)
+        if self._transfers is not None:
+            self._transfers.sum(bucket)
 
     def _wait(self, bucket: Bucket, what: str = "gradients_dp") -> None:
-        if self._dp_group is not None:
-            with span("wait", what, bucket.flat.nbytes):
-                self._queue.wait(bucket.index)
+        if self._transfers is not None:
+            self._transfers.wait(bucket, what)
 
     def _close(self) -> None:
         """The end of the step's last backward: launch what still waits."""
@@ -349,7 +321,7 @@ class GradientBuckets:
         if then is None:
             return
         start_s = time.perf_counter()
-        self._wait(bucket, "gradients_dp" if self._shares is None else "parameters_dp")
+        self._wait(bucket, "parameters_dp" if self._is_sharded else "gradients_dp")
         self._waited_s += time.perf_counter() - start_s
         then(bucket)
         bucket.pending = None
@@ -379,23 +351,19 @@ class GradientBuckets:
         on all ranks.
         """
         self._begun = True
-        if self._dp_group is None or not self._buckets:
+        if self._transfers is None or not self._buckets:
             return
         if self._planner.is_due(self._num_steps):
-            self._plan_anew(self._dp_group)
-        in_forward = self._in_forward and self._shares is None
-        order = self._planner.sums(self._buckets, counted=self._counted, in_forward=in_forward)
-        self._queue.begin(order, self._planner.pace().window_bytes)
+            self._plan_anew(self._transfers)
+        self._transfers.begin_sums(self._buckets, counted=self._counted)
 
-    def _plan_anew(self, group: ProcessGroup) -> None:
-        bytes_per_s = self._queue.bytes_per_s
-        self._queue.begin([], 0)
-        self._planner.agree(self._num_steps, self.slots, bytes_per_s, group)
+    def _plan_anew(self, transfers: Transfers) -> None:
+        transfers.agree(self._num_steps)
         if self._planner.adapts_buckets:
             self._cut()
             for bucket in self._buckets:
                 self._open(bucket)
-        if self._in_forward and self._shares is None:
+        if transfers.sums_in_forward:
             last = self._planner.last_gradients(self._buckets)
             for slot in self.slots:
                 slot.is_last = slot in last
@@ -421,11 +389,6 @@ class GradientBuckets:
                 f"GradientBuckets: no gradient came in for {', '.join(new)}; it counts as zero",
                 stacklevel=4,
             )
-
-
-def main_grad_of(param: Tensor) -> Tensor | None:
-    """The parameter's fp32 gradient in its bucket; None where it has no bucket."""
-    return getattr(param, "main_grad", None)
 
 
 def _unless_alone(group: ProcessGroup | None) -> ProcessGroup | None:

@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 from fusedcomm.comm.mesh import Mesh
 from fusedcomm.comm.record import span
 from fusedcomm.nn.layout import layout_of
-from fusedcomm.parallel.data import main_grad_of
+from fusedcomm.parallel.buckets import main_grad_of
 from fusedcomm.parallel.disk import DiskTensors
 from fusedcomm.parallel.shares import share_of
 

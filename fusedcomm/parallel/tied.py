@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from fusedcomm.comm.mesh import Mesh
 from fusedcomm.comm.record import span
-from fusedcomm.parallel.data import main_grad_of
+from fusedcomm.parallel.buckets import main_grad_of
 
 
 def tied_group(mesh: Mesh, *, last_stage_rank: int, timeout_s: float) -> ProcessGroup | None:
