@@ -52,7 +52,7 @@ def matmul_all_reduce(
 
     Args:
         bias: `[N]`, added once, after the sum, by the owner of the rows; its gradient is complete on every rank.
-        defer_wgrad: is handed the weight's gradient in backward, to compute it where it is kept, or later.
+        defer_wgrad: is handed the weight's `WeightGradient` in backward: to compute where it is kept, or `kept()`, later.
         method: `auto`, `serial`, `chunked` or `fused`, or by a certain transport `fused:symmetric`, `fused:shared` or
             `fused:c10d`.
 
