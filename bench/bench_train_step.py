@@ -125,7 +125,7 @@ class _TrainStep:
         def run() -> Results:
             trainer.gradients(0, [batch])
             trainer.update(0)
-            if not trainer.shards_optimizer:
+            if not trainer.data_parallel.shards_optimizer:
                 grads.update(_main_grads(trainer))
             return grads
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fusedcomm.comm.low_rank import LowRank
 from fusedcomm.nn import layout_of
 from fusedcomm.train.config import dump_config
 from fusedcomm.train.trainer import Trainer
@@ -105,8 +106,9 @@ def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
         trainer.replicas.restart(holds_sum=progress["has_sum"])
     if trainer.delayed is not None:
         trainer.delayed.has_sum = progress["has_sum"]
-    if trainer.sums is not None and trainer.sums.low_rank is not None:
-        trainer.sums.low_rank.load_state_dict(
+    low_rank = _low_rank(trainer)
+    if low_rank is not None:
+        low_rank.load_state_dict(
             {
                 name.removesuffix(_DIRECTIONS): part.to_local()[0, 0]
                 for name, part in state["by_rank"].items()
@@ -145,9 +147,10 @@ def _state(trainer: Trainer) -> dict[str, dict[str, Any]]:
 
 def _own_state(trainer: Trainer) -> dict[str, DTensor]:
     """Live tensors that each rank has for itself, `[1, 1, ...]` of `[dp, tp, ...]`."""
-    own = {} if trainer.sums is None else trainer.sums.residual_state()
-    if trainer.sums is not None and trainer.sums.low_rank is not None:
-        directions = trainer.sums.low_rank.state_dict()
+    sums, low_rank = trainer.data_parallel.sums, _low_rank(trainer)
+    own = {} if sums is None else sums.residual_state()
+    if low_rank is not None:
+        directions = low_rank.state_dict()
         own |= {f"{block}{_DIRECTIONS}": tensor for block, tensor in directions.items()}
     if trainer.replicas is not None:
         own |= trainer.replicas.own_state()
@@ -165,7 +168,7 @@ def _readable(trainer: Trainer, path: Path) -> tuple[dict[str, DTensor], list[st
     found = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     sizes = {name: tuple(entry.size) for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
     own = _own_state(trainer)
-    if trainer.sums is not None and trainer.sums.low_rank is not None:
+    if _low_rank(trainer) is not None:
         # Drawn at their first use, so that there are none yet.
         for name, size in sizes.items():
             key = name.removeprefix("by_rank.")
@@ -185,6 +188,11 @@ def _readable(trainer: Trainer, path: Path) -> tuple[dict[str, DTensor], list[st
     return {name: tensor for name, tensor in own.items() if name not in missing}, missing
 
 
+def _low_rank(trainer: Trainer) -> LowRank | None:
+    sums = trainer.data_parallel.sums
+    return None if sums is None else sums.low_rank
+
+
 def _holds_both_copies(trainer: Trainer) -> bool:
     return trainer.has_second_copy and trainer.pipeline.holds_first_stage
 
@@ -199,7 +207,7 @@ def _as_dtensor(trainer: Trainer, name: str, local: Tensor) -> DTensor:
     param, mesh = trainer.params[name], trainer.mesh
     shard_dim = layout_of(param).shard_dim
     placements = [Replicate() if shard_dim is None else Shard(shard_dim)]
-    if not trainer.shards_optimizer:
+    if not trainer.data_parallel.shards_optimizer:
         return DTensor.from_local(local, mesh.device_mesh["tp"], placements, run_check=False)
     shape = list(param.shape)
     if shard_dim is not None:

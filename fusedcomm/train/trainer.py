@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fusedcomm.comm.collective import bulk_group
-from fusedcomm.comm.compress import Layout, packed_layout
 from fusedcomm.comm.mesh import Mesh
 from fusedcomm.comm.record import Recording, recording, span
 from fusedcomm.comm.ring import chunk_sizes
@@ -37,10 +35,9 @@ from fusedcomm.parallel import (
     fully_shard_stage,
     tied_group,
 )
-from fusedcomm.parallel.replicas import Delayed, Outer, Replicas
-from fusedcomm.parallel.sums import Sums, SumSpec
 from fusedcomm.train.config import Config
 from fusedcomm.train.data import IGNORE_INDEX, Batch
+from fusedcomm.train.data_parallel import DataParallel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -74,6 +71,7 @@ class Trainer:
         own_positions = chunk_sizes(seq_len, mesh.tp)[mesh.tp_rank]
         flops = layer_flops(self.shape)
         folder = self._disk_folder()
+        self.data_parallel = DataParallel(config, mesh)
         self.pipeline = Pipeline(
             self._build_stage,
             layer_costs=[flops.layer] * self.shape.layers,
@@ -94,19 +92,7 @@ class Trainer:
         self.idle = [0.0] * mesh.pp
         self.params = dict(self.pipeline.named_parameters())
         self._tied = self._tie()
-        # What sums gradients, or what weights have moved by; None where nothing is summed.
-        self.sums: Sums | None = None
-        self.buckets: GradientBuckets | FullySharded
-        if self.shards_weights:
-            self.buckets = FullySharded(
-                self.pipeline.stages,
-                dp_group=mesh.dp_group,
-                tp_group=mesh.tp_group,
-                keep_gathered=mesh.pp > 1,
-                split_backward=self.pipeline.splits_backward,
-            )
-        else:
-            self.buckets = self._make_buckets()
+        self.buckets = self.data_parallel.open_buckets(self.pipeline)
         self.pipeline.accumulate_into(self.buckets.accumulate)
         self.optimizer = Optimizer(
             self.params.items(),
@@ -118,42 +104,24 @@ class Trainer:
             loss_scale=loss_scale_of(config),
             counted_elsewhere=["output.weight"] if self.has_second_copy else [],
             disk=DiskTensors(folder) if folder is not None and train.offload.optimizer == "disk" else None,
-            per_replica=self._trains_apart,
-            sharded=self.shards_optimizer,
+            per_replica=self.data_parallel.trains_apart,
+            sharded=self.data_parallel.shards_optimizer,
         )
         self._last_norm = 0.0
-        self.replicas = self._make_replicas() if self._trains_apart else None
-        self.delayed: Delayed | None = None
-        if mesh.dp > 1 and parallel.data_parallel.sync == "delayed":
-            group = bulk_group(mesh.dp_group, mesh.device)
-            self.delayed = Delayed(self._whole.flat, self._open_sums(group, self._whole.layout))
+        self.replicas = self.data_parallel.open_replicas(self.optimizer)
+        self.delayed = self.data_parallel.open_delayed(self.buckets)
         self._has_gradients = True
 
     @property
-    def overlaps_forward(self) -> bool:
-        """Whether sums may arrive during the next step's forward."""
-        return self.config.parallel_config.data_parallel.overlap == "backward+forward" and self.mesh.dp > 1
-
-    @property
-    def shards_optimizer(self) -> bool:
-        """Whether each data-parallel rank has the summed gradients, masters and moments of its own rows only."""
-        return self.config.parallel_config.data_parallel.mode != "replicate" and self.mesh.dp > 1
-
-    @property
     def shards_weights(self) -> bool:
-        """Whether it has the weights, as fp32 masters, of its own rows only; they are gathered where they are used."""
-        return self.config.parallel_config.data_parallel.mode == "fsdp" and self.mesh.dp > 1
+        """Whether each data-parallel rank has the weights of its own rows only."""
+        return self.data_parallel.shards_weights
 
     @property
     def _whole(self) -> GradientBuckets:
         """The gradients of whole parameters, for what goes with them alone."""
         assert isinstance(self.buckets, GradientBuckets), "modes.py refuses the rest"
         return self.buckets
-
-    @property
-    def _trains_apart(self) -> bool:
-        """Whether data-parallel replicas step on their own between two syncs."""
-        return self.mesh.dp > 1 and self.config.parallel_config.data_parallel.sync in ("local_sgd", "diloco")
 
     @property
     def has_second_copy(self) -> bool:
@@ -175,7 +143,7 @@ class Trainer:
         total = 0.0
 
         def divisor() -> float:
-            return max(1, num_tokens if self._trains_apart else global_tokens()[0])
+            return max(1, num_tokens if self.data_parallel.trains_apart else global_tokens()[0])
 
         self.buckets.zero()
         start_s = time.perf_counter()
@@ -194,7 +162,7 @@ class Trainer:
         times = self._pipeline_times(record, time.perf_counter() - start_s)
         # Also where no loss has asked for it, so that the next step's cannot overtake it.
         total *= divisor() / max(1, global_tokens()[0])
-        if not self.overlaps_forward:
+        if not self.data_parallel.overlaps_forward:
             self.buckets.finish(set_grad=False)
         if self.delayed is not None:
             self._has_gradients = self.delayed.exchange()
@@ -217,7 +185,7 @@ class Trainer:
         lr = self.lr(step)
         if not self._has_gradients:
             return StepResult(0.0, skipped=True)
-        if not self.overlaps_forward:
+        if not self.data_parallel.overlaps_forward:
             result = self.optimizer.step(step, lr=lr)
             self.buckets.gather_later()
             if self.replicas is not None:
@@ -264,46 +232,6 @@ class Trainer:
             views = self._whole.layout.views(self.delayed.land())
             return {f"{name}.late_sum": view for name, view in views.items()}
         return {} if self.replicas is None else self.replicas.shared_state()
-
-    def _open_sums(self, group: ProcessGroup, layout: Layout) -> Sums:
-        data = self.config.parallel_config.data_parallel
-        spec = SumSpec(
-            data.algorithm,
-            data.ranks_per_node,
-            data.compression,
-            data.compression_in_node,
-            data.powersgd_rank,
-            data.topk_fraction,
-        )
-        self.sums = Sums(spec, group, layout, timeout_s=self.config.train.timeout_s)
-        return self.sums
-
-    def _make_buckets(self) -> GradientBuckets:
-        data = self.config.parallel_config.data_parallel
-        return GradientBuckets(
-            self.params.items(),
-            dp_group=self.mesh.dp_group if data.sync == "every_step" else None,
-            tp_group=self.mesh.tp_group,
-            bucket_mb=data.bucket_mb,
-            window_mb=data.window_mb,
-            layers=self._layers_that_wait(),
-            collective=self._open_sums,
-            sharded=self.shards_optimizer,
-        )
-
-    def _make_replicas(self) -> Replicas:
-        data = self.config.parallel_config.data_parallel
-        masters = {name: state["master"] for name, state in self.optimizer.state_dict().items()}
-        group = bulk_group(self.mesh.dp_group, self.mesh.device)
-        outer = Outer(data.outer_lr, data.outer_momentum, data.outer_overlap) if data.sync == "diloco" else None
-        return Replicas(
-            masters,
-            self._open_sums(group, packed_layout(masters, self.mesh.device)),
-            world=self.mesh.dp,
-            sync_every=data.sync_every,
-            outer=outer,
-            after_change=self.optimizer.round_masters,
-        )
 
     def _build_stage(self, layers: range, *, first: bool, last: bool, defer_wgrad: DeferWgrad | None) -> nn.Module:
         tensor_parallel = self.config.parallel_config.tensor_parallel
@@ -396,18 +324,6 @@ class Trainer:
             return sums.tolist()
 
         return result
-
-    def _layers_that_wait(self) -> Iterator[nn.Module]:
-        """The modules whose forwards come one after the other, each of which may wait for its own parameters."""
-        if not self.overlaps_forward and not self.shards_optimizer:
-            return
-        for stage in self.pipeline.stages.values():
-            if self.shape.tp_sync != "every_layer":
-                # Blocks run in turns, past the forwards of layers.
-                yield stage
-                continue
-            for child in stage.children():
-                yield from child.values() if isinstance(child, nn.ModuleDict) else (child,)
 
 
 def _idle_shares(seconds: Sequence[float], waited: Sequence[float]) -> list[float]:

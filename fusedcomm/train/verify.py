@@ -183,13 +183,13 @@ def verify(config: Config, *, steps: int, json_path: Path | None, device: torch.
         weights = _weights(trainer)
         scale = 1.0 if trainer.optimizer.loss_scale is None else trainer.optimizer.loss_scale.value
         mesh_loss = trainer.gradients(step, pieces_of(mesh.dp_rank))
-        if trainer.overlaps_forward:
+        if trainer.data_parallel.overlaps_forward:
             # Its sums are complete only then, and it leaves them as they are.
             skipped = trainer.update(step).skipped
             trainer.settle()
             mesh_grads = _gather_whole(trainer, _main_grads(trainer))
         else:
-            mesh_grads = _gather_whole(trainer, _main_grads(trainer), of_shares=trainer.shards_optimizer)
+            mesh_grads = _gather_whole(trainer, _main_grads(trainer), of_shares=trainer.data_parallel.shards_optimizer)
             skipped = trainer.update(step).skipped
         if references is not None:
             step_losses, step_rows = references.compare(
