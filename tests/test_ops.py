@@ -21,6 +21,7 @@ from op_cases import (
     run_gather,
     run_scatter,
 )
+from op_contracts import check_compiled, check_gathered_gradient, check_opcheck
 
 from fusedcomm import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, recording
 from fusedcomm.tune.cost import chunked
@@ -91,17 +92,8 @@ def test_a_peer_that_is_ten_times_slower_changes_no_bit():
     assert equal(run_ranks(3, run_beside_a_slow_peer, True), run_ranks(3, run_beside_a_slow_peer, False))
 
 
-def run_gathered_gradient(rank, world):
-    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank), requires_grad=True)
-    w = torch.eye(5, requires_grad=True)
-    y, full = all_gather_matmul(x, w, group=dist.group.WORLD, return_gathered=True)
-    (y.sum() + (full * full).sum()).backward()
-    return x.detach(), x.grad
-
-
 def test_gradient_flows_through_the_returned_gather():
-    for x, grad in run_ranks(3, run_gathered_gradient):
-        torch.testing.assert_close(grad, 3 * (torch.ones_like(x) + 2 * x))
+    check_gathered_gradient("auto")
 
 
 def run_activation(rank, world):
@@ -190,49 +182,10 @@ def test_weight_gradients_are_handed_over_once_however_often_an_op_is_timed():
         assert_as_accurate(dv, exact, torch.ones(len(y), 24).t() @ y)
 
 
-def run_opcheck(rank, world):
-    torch.manual_seed(0)
-    name, ops = dist.group.WORLD.group_name, torch.ops.fusedcomm
-    x, w = torch.randn(5, 2, 6, requires_grad=True), [torch.randn(n, 6, requires_grad=True) for n in (3, 4)]
-    b = [torch.randn(n, requires_grad=True) for n in (3, 4)]
-    checks = [
-        (ops.all_gather_matmul.default, (x, w, b, name, [5, 5], "shard", "chunked", False, None)),
-        (ops.all_gather_matmul.default, (x, w, [], name, [5, 5], "gathered", "serial", True, None)),
-        (
-            ops.all_gather_matmul.default,
-            (x.detach(), [w[0].detach(), w[0].detach() + 1], [], name, [5, 5], "shard", "serial", False, "swiglu"),
-        ),
-        (ops.matmul_reduce_scatter.default, ([x], w[0], b[0], name, None, [3, 2], "chunked")),
-        (ops.matmul_reduce_scatter.default, ([x], w[0], None, name, "gelu", [1, 4], "serial")),
-        (ops.matmul_reduce_scatter.default, ([x, x.detach() + 1], w[0], None, name, "swiglu", [1, 4], "chunked")),
-    ]
-    return [torch.library.opcheck(op, args) for op, args in checks]
-
-
-def test_opcheck_passes():
-    for results in run_ranks(2, run_opcheck, timeout_s=120):
-        for result in results:
-            assert set(result.values()) == {"SUCCESS"}
-
-
-def run_compiled(rank, world):
-    torch.manual_seed(rank)
-    group = dist.group.WORLD
-    leaves = [torch.randn(*shape, requires_grad=True) for shape in ((3, 4, 6), (5, 6), (5, 6), (6, 5), (6,))]
-
-    def block(x, w1, w2, w3, b):
-        h = all_gather_matmul(x, [w1, w2], group=group, activation="swiglu", dim=1)
-        return matmul_reduce_scatter(h, w3, group=group, bias=b, input_activation="silu", dim=1)
-
-    outputs = []
-    for function in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
-        y = function(*leaves)
-        y.square().sum().backward()
-        outputs.append([y.detach(), *(t.grad for t in leaves)])
-        for t in leaves:
-            t.grad = None
-    return equal(*outputs)
+@pytest.mark.parametrize("method", ["serial", "chunked"])
+def test_opcheck_passes(method):
+    check_opcheck(method)
 
 
 def test_compiles_without_graph_breaks_to_the_same_bits():
-    assert run_ranks(2, run_compiled, timeout_s=120) == [True, True]
+    check_compiled("auto", "swiglu", "silu")

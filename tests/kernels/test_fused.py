@@ -21,6 +21,7 @@ from op_cases import (
     run_gather,
     run_scatter,
 )
+from op_contracts import check_compiled, check_gathered_gradient, check_opcheck
 from torch.nn.functional import gelu, linear, silu
 
 from fusedcomm import PeerError, all_gather_matmul, last_path, matmul_all_reduce, matmul_reduce_scatter
@@ -99,17 +100,8 @@ def test_many_calls_of_growing_size_in_a_row(carrier):
         assert used == carrier
 
 
-def run_gathered_gradient(rank, world):
-    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank), requires_grad=True)
-    w = [torch.eye(5, requires_grad=True), 2 * torch.eye(5)]
-    (y, twice), full = all_gather_matmul(x, w, group=dist.group.WORLD, return_gathered=True, method="fused")
-    (y.sum() + twice.sum() + (full * full).sum()).backward()
-    return x.detach(), x.grad
-
-
 def test_gradient_flows_through_the_returned_gather():
-    for x, grad in run_ranks(3, run_gathered_gradient):
-        torch.testing.assert_close(grad, 3 * (3 * torch.ones_like(x) + 2 * x))
+    check_gathered_gradient("fused")
 
 
 def run_weights(rank, world, num_weights):
@@ -187,48 +179,12 @@ def test_matmul_all_reduce_gives_all_ranks_the_same_bits(carrier, world, rows):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def run_opcheck(rank, world):
-    torch.manual_seed(0)
-    name, ops = dist.group.WORLD.group_name, torch.ops.fusedcomm
-    x, w = torch.randn(5, 2, 6, requires_grad=True), [torch.randn(n, 6, requires_grad=True) for n in (3, 4)]
-    b = [torch.randn(n, requires_grad=True) for n in (3, 4)]
-    pair = [torch.randn(3, 6), torch.randn(3, 6)]
-    checks = [
-        (ops.all_gather_matmul.default, (x, w, b, name, [5, 5], "shard", "fused", False, None)),
-        (ops.all_gather_matmul.default, (x, w, [], name, [5, 5], "gathered", "fused", True, None)),
-        (ops.all_gather_matmul.default, (x.detach(), pair, [], name, [5, 5], "shard", "fused", False, "swiglu")),
-        (ops.matmul_reduce_scatter.default, ([x], w[0], b[0], name, None, [3, 2], "fused")),
-    ]
-    return [torch.library.opcheck(op, args) for op, args in checks]
-
-
 def test_opcheck_passes():
-    for results in run_ranks(2, run_opcheck, timeout_s=120):
-        for result in results:
-            assert set(result.values()) == {"SUCCESS"}
-
-
-def run_compiled(rank, world):
-    torch.manual_seed(rank)
-    group = dist.group.WORLD
-    leaves = [torch.randn(*shape, requires_grad=True) for shape in ((3, 4, 6), (5, 6), (5, 6), (6, 5), (6,))]
-
-    def block(x, w1, w2, w3, b):
-        h = all_gather_matmul(x, [w1, w2], group=group, activation="silu", dim=1, method="fused")
-        return matmul_reduce_scatter(h, w3, group=group, bias=b, input_activation="swiglu", dim=1, method="fused")
-
-    outputs = []
-    for function in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
-        y = function(*leaves)
-        y.square().sum().backward()
-        outputs.append([y.detach(), *(t.grad for t in leaves)])
-        for t in leaves:
-            t.grad = None
-    return equal(*outputs)
+    check_opcheck("fused")
 
 
 def test_compiles_without_graph_breaks_to_the_same_bits():
-    assert run_ranks(2, run_compiled, timeout_s=120) == [True, True]
+    check_compiled("fused", "silu", "swiglu")
 
 
 X, W = torch.ones(4, 6), torch.ones(5, 6)
