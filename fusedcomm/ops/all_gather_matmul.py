@@ -57,7 +57,8 @@ def all_gather_matmul(
         activation: `gelu` (tanh form) or `silu` on each result, or `swiglu` on two weights: one result `silu(a) * b`.
         sizes: rows of every rank along `dim`; None when all ranks hold as many as this one.
         return_gathered: return `(result, x)` with the gathered input `[..., sum(sizes), ..., K]`, differentiable.
-        defer_wgrad: is handed each weight's `WeightGradient` in backward: to compute where it is kept, or `kept()`, later.
+        defer_wgrad: is handed each weight's `WeightGradient` in backward, to compute at once where gradients are
+            kept, or later if it is `kept()`.
         method: `auto`, `serial`, `chunked` or `fused`, or by a certain transport `fused:symmetric`, `fused:shared` or
             `fused:c10d`.
 

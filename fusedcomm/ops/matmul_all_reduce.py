@@ -52,7 +52,8 @@ def matmul_all_reduce(
 
     Args:
         bias: `[N]`, added once, after the sum, by the owner of the rows; its gradient is complete on every rank.
-        defer_wgrad: is handed the weight's `WeightGradient` in backward: to compute where it is kept, or `kept()`, later.
+        defer_wgrad: is handed the weight's `WeightGradient` in backward, to compute at once where gradients are
+            kept, or later if it is `kept()`.
         method: `auto`, `serial`, `chunked` or `fused`, or by a certain transport `fused:symmetric`, `fused:shared` or
             `fused:c10d`.
 

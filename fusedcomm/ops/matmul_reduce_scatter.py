@@ -55,7 +55,8 @@ def matmul_reduce_scatter(
         input_activation: what is multiplied is `gelu(x)` (tanh form) or `silu(x)`, or with `swiglu` and
             `x = [a, b]` of one shape `silu(a) * b`.
         sizes: rows of every rank along `dim`; None cuts M as `torch.chunk` would.
-        defer_wgrad: is handed the weight's `WeightGradient` in backward: to compute where it is kept, or `kept()`, later.
+        defer_wgrad: is handed the weight's `WeightGradient` in backward, to compute at once where gradients are
+            kept, or later if it is `kept()`.
         method: `auto`, `serial`, `chunked` or `fused`, or by a certain transport `fused:symmetric`, `fused:shared` or
             `fused:c10d`.
 
