@@ -61,7 +61,7 @@ class Epilogue:
 
 
 NOTHING = Epilogue()
-# The most columns of a tile that are finished at once.
+# The most columns of a tile that are finished at once; half as many where a residual needs registers too.
 MAX_WIDTH = tl.constexpr(64)
 
 
@@ -107,7 +107,8 @@ def store_tile(
     N is the number of its columns, `column` how many those before it have. For swiglu there are twice as many, of gate
     and up in turn.
     """
-    if WIDTH > MAX_WIDTH:
+    LIMIT: tl.constexpr = MAX_WIDTH if residual_ptr is None else MAX_WIDTH // 2
+    if WIDTH > LIMIT:
         # One half after the other needs fewer registers.
         HALF: tl.constexpr = WIDTH // 2
         left, right = accumulator.reshape(TILE_M, 2, HALF).permute(0, 2, 1).split()

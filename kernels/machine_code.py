@@ -41,7 +41,9 @@ class Case:
     layout: str = "forward"
     bias: bool = False
     activation: str | None = None
-    residual: bool = False
+    # Its type, and the output's; "": as the operands, or as layers store their products.
+    residual: str | None = None
+    output: str = ""
     num_weights: int = 1
     wait: bool = False
     publish: bool = False
@@ -50,15 +52,17 @@ class Case:
 # Bias, activation and several weights go with the all-gather, never with the reduce-scatter; backward has none.
 GEMM_CASES = (
     Case("gemm", bias=True, activation="gelu"),
-    Case("gemm-residual", residual=True),
+    Case("gemm-residual", residual=""),
     Case("gemm-dgrad", layout="dgrad"),
     Case("gemm-wgrad", layout="wgrad"),
+    Case("gemm-wgrad added", layout="wgrad", residual="fp32", output="fp32"),
     Case("all_gather_matmul", bias=True, activation="gelu", wait=True),
     Case("all_gather_matmul-swiglu", activation="swiglu", num_weights=2, wait=True),
     Case("all_gather_matmul-3 weights", num_weights=3, wait=True),
     Case("all_gather_matmul-dgrad", layout="dgrad", wait=True),
     Case("matmul_reduce_scatter", publish=True),
     Case("matmul_reduce_scatter-dgrad", layout="dgrad", publish=True),
+    Case("matmul_reduce_scatter-dgrad added", layout="dgrad", residual="fp32", publish=True),
 )
 REDUCE = Case("reduce", bias=True)
 AWAIT_ROWS = Case("await_rows", wait=True)
@@ -119,12 +123,13 @@ def compile_row(case: Case, config: GemmConfig | None, dtype: str, arch: Archite
 
 def compile_case(case: Case, config: GemmConfig | None, dtype: str, arch: Architecture) -> Any:
     """The compiled kernel."""
+    pointers: dict[str, str]
     if case == AWAIT_ROWS:
         constants = {"LANES": num_lanes(8, num_warps=1), "CLOCK": arch.backend == "cuda"}
         return compile_kernel(await_rows_kernel, _SIGNALS | {"status_ptr": "*i32"}, constants, arch, num_warps=1)
     if case == PACED_COPY:
         constants = {"ELEMENTS": PIECE_BYTES // DTYPE_BYTES[dtype], "CLOCK": arch.backend == "cuda"}
-        pointers: dict[str, str] = dict.fromkeys(("source_ptr", "target_ptr"), f"*{dtype}")
+        pointers = dict.fromkeys(("source_ptr", "target_ptr"), f"*{dtype}")
         return compile_kernel(paced_copy_kernel, pointers, constants, arch, num_warps=NUM_WARPS)
     if config is None:
         pointers = dict.fromkeys(("partials_ptr", "bias_ptr", "y_ptr"), f"*{dtype}")
@@ -134,9 +139,13 @@ def compile_case(case: Case, config: GemmConfig | None, dtype: str, arch: Archit
     names = ("x_ptr", "w_ptr", "w1_ptr", "w2_ptr")[: 1 + case.num_weights]
     num_outputs = 1 if case.activation == "swiglu" else case.num_weights
     outputs = ("y_ptr", "y1_ptr", "y2_ptr")[:num_outputs]
-    # What is not an operand is stored as layers store it.
-    others = [*outputs, *(["bias_ptr"] if case.bias else []), *(["residual_ptr"] if case.residual else [])]
-    pointers = dict.fromkeys(names, f"*{dtype}") | dict.fromkeys(others, "*bf16" if fp8 else f"*{dtype}")
+    stored = "bf16" if fp8 else dtype
+    pointers = dict.fromkeys(names, f"*{dtype}")
+    pointers |= dict.fromkeys(outputs, f"*{case.output or stored}")
+    if case.bias:
+        pointers["bias_ptr"] = f"*{stored}"
+    if case.residual is not None:
+        pointers["residual_ptr"] = f"*{case.residual or stored}"
     if fp8:
         pointers |= dict.fromkeys(("x_scale_ptr", "w_scale_ptr"), "*fp32")
     if case.wait or case.publish:
@@ -147,8 +156,8 @@ def compile_case(case: Case, config: GemmConfig | None, dtype: str, arch: Archit
             block = (tile, config.tile_k) if load == "tma" else (config.tile_k, tile)
             pointers[name] = f"tensordesc<{dtype}[{block[0]}, {block[1]}]>"
     constants = dict.fromkeys(LAYOUTS[case.layout], 1) | {
-        **({} if case.residual else {"stride_rm": 0}),
-        "stride_rn": int(case.residual),
+        **({"stride_rm": 0} if case.residual is None else {}),
+        "stride_rn": int(case.residual is not None),
         **({} if case.num_weights > 1 else {"N1": 0}),
         **({} if case.num_weights > 2 else {"N2": 0}),
         **({} if num_outputs > 1 else {"stride_y1m": 0}),
