@@ -71,3 +71,30 @@ def _compiled(rank, world, method, activation, input_activation):
 def check_compiled(method: str, activation: str, input_activation: str) -> None:
     """Without graph breaks, to the same bits."""
     assert run_ranks(2, _compiled, method, activation, input_activation, timeout_s=120) == [True, True]
+
+
+def _with_a_sink_that_raises(rank, world, method):
+    group = dist.group.WORLD
+    torch.manual_seed(rank)
+    x, w, v = (torch.randn(*shape, requires_grad=True) for shape in ((300, 24), (20, 24), (16, 20)))
+
+    def raising(weight, gradient):
+        raise ArithmeticError("no room for it")
+
+    messages = []
+    for first, second in ((raising, None), (None, raising), (None, None)):
+        h = all_gather_matmul(x, w, group=group, defer_wgrad=first, method=method)
+        y = matmul_reduce_scatter(h, v, group=group, defer_wgrad=second, method=method)
+        x.grad = None
+        try:
+            y.sum().backward()
+        except ArithmeticError as error:
+            messages.append(str(error))
+    return messages, x.grad
+
+
+def check_sink_that_raises(method: str) -> None:
+    """The error comes to the caller, on every rank, and the group goes on."""
+    for messages, dx in run_ranks(2, _with_a_sink_that_raises, method):
+        assert messages == ["no room for it"] * 2
+        assert dx.isfinite().all()

@@ -21,7 +21,7 @@ from op_cases import (
     run_gather,
     run_scatter,
 )
-from op_contracts import check_compiled, check_gathered_gradient, check_opcheck
+from op_contracts import check_compiled, check_gathered_gradient, check_opcheck, check_sink_that_raises
 
 from fusedcomm import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, recording
 from fusedcomm.tune.cost import chunked
@@ -189,3 +189,8 @@ def test_opcheck_passes(method):
 
 def test_compiles_without_graph_breaks_to_the_same_bits():
     check_compiled("auto", "swiglu", "silu")
+
+
+@pytest.mark.parametrize("method", ["serial", "chunked"])
+def test_what_takes_gradients_may_raise(method):
+    check_sink_that_raises(method)

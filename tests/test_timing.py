@@ -79,7 +79,7 @@ def test_with_last_moves_others_ahead_and_keeps_the_end():
 def test_times_of_a_step_in_which_some_were_put_off_are_those_without():
     _, _, slots = step(1.0)
     for place, slot in enumerate(slots):
-        slot.compute_s, slot.is_last = GEMM_S, place < 2
+        slot.compute_s, slot.was_last = GEMM_S, place < 2
         # Put off: when backward came to it.
         slot.ready_s = 2 * GEMM_S * place - GEMM_S * min(place + 1, 2)
     assert _ready_in_turn(slots) == pytest.approx([2 * GEMM_S * place for place in range(NUM_LAYERS)])

@@ -27,7 +27,8 @@ class TensorParallel:
         group: the tensor-parallel ranks; one rank is enough.
         method: how the ops run: "auto", "serial", "chunked", "fused" or "fused:TRANSPORT".
         save: "shard" gathers the input of a column-parallel layer again in backward, "gathered" keeps it.
-        defer_wgrad: is handed each weight and its gradient, still to be computed, in backward.
+        defer_wgrad: is handed each weight and its `WeightGradient` in backward, to compute at once, or later if it is
+            `kept()`.
     """
 
     group: ProcessGroup

@@ -191,15 +191,17 @@ def _backward(
     regather = sink.is_needed and save == "shard"
 
     def run(call: Call, sink: Sink) -> Tensor | None:
-        if call.transport is not None:
+        if call.transport is None:
+            begun = begin_backward(call, grads, grad_full, saved, weights, regather=regather, need_x=need_x, sink=sink)
+        else:
             from fusedcomm.ops import fused
 
-            on_its_way = fused.gather_matmul_backward(
+            begun = fused.gather_matmul_backward(
                 fused.FusedCall.of(call), grads, grad_full, saved, weights, regather=regather, need_x=need_x, sink=sink
             )
-            return None if on_its_way is None else on_its_way.finish()
-        scatter = begin_backward(call, grads, grad_full, saved, weights, regather=regather, need_x=need_x, sink=sink)
-        return None if scatter is None else scatter.finish()
+        dx = None if begun is None else begun.finish()
+        sink.close()
+        return dx
 
     features = [w.shape[0] for w in weights]
     ways = GATHER_DIRECTIONS if regather else ()

@@ -171,6 +171,8 @@ class _FinishGather(Function):
         grads = tuple(grad.contiguous() for grad in grads)
         sink = Sink(ctx.weights, ctx.needs_input_grad[5 : 5 + len(weights)], ctx.defer_wgrad)
         ctx.parts.begin_backward(grads, saved, weights, need_x=ctx.needs_input_grad[0], sink=sink)
+        # Past an error here what travels is lost, and the group with it: other begun ops are under way as well.
+        sink.close()
         dbs = [grad.sum((0, 1)) for grad in grads[: ctx.num_biases]]
         return saved.new_empty(0), None, None, None, None, *sink.dws, *dbs
 

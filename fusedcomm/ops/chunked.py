@@ -133,10 +133,9 @@ def flat(tensor: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
 class Gather:
     """Everybody's rows, `[sum(sizes), lead, features]`, chunk by chunk.
 
-    The transfers start when the object is made, by the schedule of `comm.ring`. With
-    `keep` the whole is fresh memory that outlives the call (`complete()` returns it); without, it is staging that
-    `release()` gives back unless it is `kept()`, and the own rows are not even copied into it unless the whole is asked
-    for.
+    The transfers start when the object is made, by the schedule of `comm.ring`. With `keep` the whole is fresh memory
+    that outlives the call (`complete()` returns it); without, it is staging that `release()` gives back unless it is
+    `kept()`, and the own rows are not even copied into it unless the whole is asked for.
     """
 
     def __init__(self, call: Call, shard: Tensor, *, keep: bool) -> None:
@@ -202,8 +201,9 @@ class Gather:
 
     def kept(self) -> Tensor:
         """All rows, from now on the caller's; after `complete()` or the last chunk."""
-        self._full[self.call.own] = self._shard
-        self._keep = True
+        if not self._keep:
+            self._full[self.call.own] = self._shard
+            self._keep = True
         return self._full
 
     def release(self) -> None:

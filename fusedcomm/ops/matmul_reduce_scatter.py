@@ -181,7 +181,9 @@ def multiply_gathered_gradient(
     gradient = _GatheredGradient(gather, xs, w, input_activation, need_x=need_x)
     if sink.is_needed:
         sink([gradient])
-    return gradient.finish()
+    dxs = gradient.finish()
+    sink.close()
+    return dxs
 
 
 class _GatheredGradient(WeightGradient):

@@ -101,11 +101,13 @@ class Sink:
     """Where the gradients of an op's weights go: to `defer_wgrad`, or computed into `dws`, for autograd.
 
     Called once, with one for each weight, at the moment of the op's backward at which computing them hides the most.
+    Something of the op travels then, so what `defer_wgrad` raises is raised by `close`, and the group left in order.
     """
 
     def __init__(self, weights: Sequence[Tensor], trained: Sequence[bool], defer_wgrad: DeferWgrad | None) -> None:
         self.dws: list[Tensor | None] = [None] * len(weights)
         self._weights, self._trained, self._defer_wgrad = weights, trained, defer_wgrad
+        self._error: Exception | None = None
 
     @property
     def is_needed(self) -> bool:
@@ -117,8 +119,17 @@ class Sink:
                 continue
             if self._defer_wgrad is None:
                 self.dws[index] = gradient.compute()
-            else:
+                continue
+            try:
                 self._defer_wgrad(self._weights[index], gradient)
+            except Exception as error:
+                self._error = error
+                return
+
+    def close(self) -> None:
+        """Nothing of the op travels any more."""
+        if self._error is not None:
+            raise self._error
 
     def for_trial(self) -> Sink:
         """What takes this one's place while a way to run the op is timed: as much is done, and nothing comes of it."""

@@ -34,8 +34,9 @@ class Slot:
     compute_s: float = 0.0
     # Of the first forward that used the parameter, as if no layer before had waited for a sum.
     forward_s: float | None = None
-    # Its last contribution of a step is computed after all others.
+    # Its last contribution of a step is computed after all others: by the plan, and in the latest step.
     is_last: bool = False
+    was_last: bool = False
     bucket: Bucket = field(init=False)
 
 

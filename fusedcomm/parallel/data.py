@@ -38,14 +38,14 @@ class GradientBuckets:
     order of `named_params`, which should be the order of use. The buffer is cut into buckets of whole gradients.
 
     What travels when: backward adds each gradient to `main_grad` and frees `param.grad`; an op that was given
-    `defer_wgrad=buckets.accumulate` computes it there, and before the gradient of its input, or while that one's
-    partial sums travel. The first step counts
-    how often each parameter contributes until `finish()` (micro-batches, modules used twice and deferred weight
-    gradients included) and measures when each is complete and what the link carries. From the second
-    step on a bucket is summed over `dp_group` in the background as soon as the last contribution to it is in, in the
-    order and the pieces of `comm.plan`, which the group agrees on after steps 1, 4 and every 256th. Parameters of
-    which each tensor-parallel rank holds a part of the gradient (`ParamLayout.partial_grad`) share one more bucket,
-    which the end of the step sums over `tp_group` first. A group of one, or None, sends nothing.
+    `defer_wgrad=buckets.accumulate` computes it there: before the gradient of its input, or beside it where
+    tensor-parallel ranks exchange something meanwhile. The first step counts how often each parameter contributes until
+    `finish()` (micro-batches, modules used twice and deferred weight gradients included) and measures when each is
+    complete and what the link carries. From the second step on a bucket is summed over `dp_group` in the background as
+    soon as the last contribution to it is in, in the order and the pieces of `comm.plan`, which the group agrees on
+    after steps 1, 4 and every 256th. Parameters of which each tensor-parallel rank holds a part of the gradient
+    (`ParamLayout.partial_grad`) share one more bucket, which the end of the step sums over `tp_group` first. A group of
+    one, or None, sends nothing.
 
     Size: `bucket_mb` fixes that of buckets and pieces; None adapts both to rate and computing (`comm.plan.pace_of`).
     `window_mb` fixes what may be under way; None is three pieces.
@@ -59,8 +59,9 @@ class GradientBuckets:
 
     With `finish_later(update)` in place of `finish()` the step ends at once: each of `layers` waits, in its next
     forward, for the sums of its own parameters, and `update` is called on them first. `settle()` waits for all: whoever
-    reads parameters by other ways than the forward of a layer must call it. Gradients that are needed last may then be
-    computed after all others, in `finish_later`, while sums travel that are needed first (`Planner.last_gradients`).
+    reads parameters by other ways than the forward of a layer must call it. Some gradients may then be computed after
+    all others, in `finish_later`, while sums travel that are needed first (`Planner.last_gradients`), unless `puts_off`
+    is False: where what they are made of does not last until then.
 
     With `sharded` (ZeRO-1) each data-parallel rank steps its own rows of each parameter, `share_of(param)`, alone: a
     bucket is reduce-scattered, `main_grad` is the sum of those rows' gradients, and torch's optimizers have none.
@@ -84,6 +85,7 @@ class GradientBuckets:
         layers: Iterable[nn.Module] = (),
         collective: Callable[[ProcessGroup, Layout], Collective] = _all_reduce,
         sharded: bool = False,
+        puts_off: bool = True,
     ) -> None:
         dp_group, self._tp_group = _unless_alone(dp_group), _unless_alone(tp_group)
         whole, merged = arrange(named_params, dp_group, self._tp_group)
@@ -91,6 +93,7 @@ class GradientBuckets:
         self._slots: dict[Tensor, Slot] = {slot.param: slot for slot in slots}
         self._num_whole = len(whole)
         self._planner = Planner(bucket_mb, window_mb)
+        self._puts_off = puts_off
         self._cut()
         layers = list(layers)
         self._transfers: Transfers | None = None
@@ -133,8 +136,7 @@ class GradientBuckets:
             self._check_settled(slot)
         if not self._begun:
             self._begin()
-        is_complete = self._counted and slot.num_contributions == slot.num_expected
-        if slot.bucket.launched or (slot.is_last and is_complete):
+        if slot.bucket.launched or (slot.is_last and self._has_all(slot)):
             raise RuntimeError(
                 f"GradientBuckets: contribution {slot.num_contributions + 1} to the gradient of {slot.name} came "
                 f"after its bucket was sent with {slot.num_contributions}; call zero() after each optimizer step, and "
@@ -142,8 +144,9 @@ class GradientBuckets:
             )
         slot.num_contributions += 1
         slot.ready_s = time.perf_counter()
+        slot.was_last = slot.is_last and self._has_all(slot) and isinstance(grad, WeightGradient)
         if isinstance(grad, WeightGradient):
-            if slot.is_last and self._counted and slot.num_contributions == slot.num_expected:
+            if slot.was_last:
                 self._put_off.append((slot, grad.kept()))
                 return
             self._compute(slot, grad)
@@ -151,7 +154,12 @@ class GradientBuckets:
         else:
             with torch.no_grad():
                 slot.grad.copy_(grad) if slot.num_contributions == 1 else slot.grad.add_(grad)
+            slot.compute_s = 0.0
         self._note_contribution(slot)
+
+    def _has_all(self, slot: Slot) -> bool:
+        """Whether the step's last contribution has come in; not known in a step that counts."""
+        return self._counted and slot.num_contributions == slot.num_expected
 
     def _compute(self, slot: Slot, grad: WeightGradient) -> None:
         """The latest contribution; the first one overwrites what the step before left."""
@@ -164,7 +172,7 @@ class GradientBuckets:
     def _note_contribution(self, slot: Slot) -> None:
         """Launch the bucket if that was the last one to it."""
         bucket = slot.bucket
-        if self._counted and slot.num_contributions == slot.num_expected:
+        if self._has_all(slot):
             bucket.num_waiting -= 1
             if bucket.num_waiting == 0 and bucket is not self._merged:
                 self._launch(bucket)
@@ -363,7 +371,7 @@ class GradientBuckets:
             self._cut()
             for bucket in self._buckets:
                 self._open(bucket)
-        if transfers.sums_in_forward:
+        if self._puts_off and transfers.sums_in_forward:
             last = self._planner.last_gradients(self._buckets)
             for slot in self.slots:
                 slot.is_last = slot in last

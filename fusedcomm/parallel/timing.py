@@ -125,6 +125,8 @@ class Planner:
                 break
             late_s, self._expected = lateness[best], timings[best]
             last += groups.pop(best)
+        # Those that were only tried.
+        self._plans.clear()
         return last
 
     def _lateness(self, buckets: Sequence[Bucket], timing: Timing) -> float:
@@ -190,7 +192,7 @@ def _ready_in_turn(slots: Sequence[Slot]) -> list[float | None]:
     late_s = 0.0
     for slot in sorted((slot for slot in slots if slot.ready_s is not None), key=lambda slot: slot.ready_s or 0.0):
         assert slot.ready_s is not None
-        if slot.is_last:
+        if slot.was_last:
             late_s += slot.compute_s
         ready_s[slot] = slot.ready_s + late_s
     return list(ready_s.values())

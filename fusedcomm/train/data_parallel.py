@@ -72,6 +72,8 @@ class DataParallel:
             layers=self._layers_that_wait(pipeline),
             collective=self._open_sums,
             sharded=self.shards_optimizer,
+            # What a stage received is overwritten when its backward is over.
+            puts_off=self._mesh.pp == 1,
         )
 
     def open_replicas(self, optimizer: Optimizer) -> Replicas | None:

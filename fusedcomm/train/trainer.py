@@ -113,11 +113,6 @@ class Trainer:
         self._has_gradients = True
 
     @property
-    def shards_weights(self) -> bool:
-        """Whether each data-parallel rank has the weights of its own rows only."""
-        return self.data_parallel.shards_weights
-
-    @property
     def _whole(self) -> GradientBuckets:
         """The gradients of whole parameters, for what goes with them alone."""
         assert isinstance(self.buckets, GradientBuckets), "modes.py refuses the rest"
@@ -235,7 +230,7 @@ class Trainer:
 
     def _build_stage(self, layers: range, *, first: bool, last: bool, defer_wgrad: DeferWgrad | None) -> nn.Module:
         tensor_parallel = self.config.parallel_config.tensor_parallel
-        if defer_wgrad is None and not self.shards_weights:
+        if defer_wgrad is None and not self.data_parallel.shards_weights:
             # Where it is kept, as soon as the ops see fit.
             defer_wgrad = self._accumulate
         stage = Transformer(
@@ -251,9 +246,9 @@ class Trainer:
             last=last,
             seed=self.config.seed,
             device=self.mesh.device,
-            dtype=torch.float32 if self.shards_weights else self.dtype,
+            dtype=torch.float32 if self.data_parallel.shards_weights else self.dtype,
         )
-        if self.shards_weights:
+        if self.data_parallel.shards_weights:
             # Blocks that run in turns do so past the forwards of layers, which would gather their weights.
             as_a_whole = defer_wgrad is not None or self.shape.tp_sync != "every_layer"
             fully_shard_stage(

@@ -222,7 +222,7 @@ def _row(step: int, name: str, mesh: Tensor, single: Tensor, exact: Tensor, ulp:
 
 def _weights(trainer: Trainer) -> dict[str, Tensor]:
     """What the mesh computes with."""
-    if not trainer.shards_weights:
+    if not trainer.data_parallel.shards_weights:
         return _gather_whole(trainer, {name: param.detach() for name, param in trainer.params.items()})
     masters = {name: state["master"] for name, state in trainer.optimizer.state_dict().items()}
     whole = _gather_whole(trainer, masters, of_shares=True)

@@ -21,7 +21,7 @@ from op_cases import (
     run_gather,
     run_scatter,
 )
-from op_contracts import check_compiled, check_gathered_gradient, check_opcheck
+from op_contracts import check_compiled, check_gathered_gradient, check_opcheck, check_sink_that_raises
 from torch.nn.functional import gelu, linear, silu
 
 from fusedcomm import PeerError, all_gather_matmul, last_path, matmul_all_reduce, matmul_reduce_scatter
@@ -278,3 +278,7 @@ def run_impossible(rank, world):
 
 def test_a_transport_that_cannot_carry_the_tensors_is_refused():
     run_ranks(2, run_impossible)
+
+
+def test_what_takes_gradients_may_raise():
+    check_sink_that_raises("fused")
