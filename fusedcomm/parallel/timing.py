@@ -21,7 +21,7 @@ _FIRST_BUCKET_MB = 4.0
 _FIRST_PLANS = (1, 4)
 _STEPS_BETWEEN_PLANS = 256
 # Of what computing a gradient takes, it must shorten the step by so much for being computed out of turn.
-_LEAST_GAIN = 0.1
+_LEAST_GAIN = 0.25
 # What is tried for that, together: each try plans the step's transfers anew.
 _MAX_GROUPS = 16
 
