@@ -336,7 +336,7 @@ def run_broken(rank, world, raw, json_path):
     def averaged(self, **options):
         finish(self, **options)
         # Only the mesh: the reference sums its micro-batches in buckets too, without a group.
-        if self._dp_group is not None:
+        if self._transfers is not None:
             for slot in self._slots.values():
                 slot.grad /= world
 
