@@ -13,6 +13,7 @@ import torch.distributed as dist
 from helpers import run_ranks
 from test_overlap_forward import changed
 
+from fusedcomm.comm.channel import wait_for
 from fusedcomm.comm.lost import naming_lost_ranks
 from fusedcomm.errors import PeerError
 from fusedcomm.train.config import parse_config
@@ -81,3 +82,23 @@ def test_a_rank_that_is_late_is_not_taken_for_one_that_is_gone():
     # On time-out whoever is first closes its connections; that is no rank's end, and no rank is named for it.
     for error in run_ranks(3, _sum_with, "late", fresh_timeout_s=1, return_exceptions=True)[::2]:
         assert "rank 1" not in str(error)
+
+
+@naming_lost_ranks("sum")
+def _wait_for_one_that_lives(rank: int, world: int) -> None:
+    dist.barrier()
+    if rank == 1:
+        os._exit(9)
+    if rank == 0:
+        time.sleep(3)
+        return
+    wait_for(dist.group.WORLD.recv([torch.empty(1)], 0, 7), "sum", 0, 0, "did not deliver its part")
+
+
+def test_who_waited_for_a_rank_that_is_gone_is_not_taken_for_it():
+    error = run_ranks(3, _wait_for_one_that_lives, fresh_timeout_s=1, return_exceptions=True)[2]
+    assert isinstance(error, PeerError)
+    assert error.rank == 1
+    # What was noticed first is said as well.
+    assert "rank 1 of the group is gone" in str(error)
+    assert "rank 0 of the group did not deliver its part" in str(error)

@@ -1,4 +1,4 @@
-"""Names for ranks that are gone: what torch's collectives raise over gloo knows a connection, and no rank."""
+"""Names for ranks that are gone: torch's collectives over gloo know none, and a time-out may name another one."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ _NOTICED_S = 1.0
 def naming_lost_ranks(op: str) -> Iterator[None]:
     """Within the block, what gloo raises where a rank of the default group is gone is a PeerError that names it.
 
-    It asks each of the group's connections, and sends nothing. Other errors stay as they are; so does that of a
-    collective that waited for a rank that is late, since its time-out closes all connections.
+    So is a time-out's PeerError: who did not deliver may have waited for the one that is gone. It asks each of the
+    group's connections, and sends nothing. Other errors stay as they are; so does that of a collective that waited for
+    a rank that is late, since its time-out closes all connections.
     """
     try:
         yield
-    except PeerError:
-        raise
     except RuntimeError as error:
-        if "gloo" not in str(error):
+        if ("Timed out" if isinstance(error, PeerError) else "gloo") not in str(error):
             raise
         lost = _lost_ranks()
         if not lost:
