@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from math import prod
 from typing import Any, Literal, cast
 
@@ -17,7 +16,7 @@ from fusedcomm.comm.channel import group_named
 from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.ops.activation import Activation, activate, check_activation
 from fusedcomm.ops.check import check_matrix_inputs, check_sizes, refusing, row_dim
-from fusedcomm.ops.chunked import GATHER_DIRECTIONS, Call, Gather, Scatter, flat, run_by
+from fusedcomm.ops.chunked import GATHER_DIRECTIONS, Call, Gather, Scatter, flat, run_backward, run_by
 from fusedcomm.ops.wgrad import DeferWgrad, Sink, WeightGradient, check_defer, local_linear
 from fusedcomm.tune.cost import check_method
 
@@ -199,24 +198,11 @@ def _backward(
             begun = fused.gather_matmul_backward(
                 fused.FusedCall.of(call), grads, grad_full, saved, weights, regather=regather, need_x=need_x, sink=sink
             )
-        dx = None if begun is None else begun.finish()
-        sink.close()
-        return dx
+        return None if begun is None else begun.finish()
 
     features = [w.shape[0] for w in weights]
     ways = GATHER_DIRECTIONS if regather else ()
-    return run_by(
-        method,
-        f"{_OP} backward",
-        group,
-        sizes,
-        saved,
-        saved.shape[1:],
-        features,
-        partial(run, sink=sink),
-        directions=ways,
-        trial=lambda call: run(call, sink.for_trial()),
-    )
+    return run_backward(method, _OP, group, sizes, saved, features, run, sink, directions=ways)
 
 
 def begin_backward(

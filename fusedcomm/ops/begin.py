@@ -191,6 +191,7 @@ class _BeginScatter(Function):
         need_w, _, _, *need_xs = ctx.needs_input_grad
         sink = Sink([ctx.weight], [need_w], ctx.defer_wgrad)
         dxs = ctx.parts.finish_backward(xs, w, need_x=any(need_xs), sink=sink)
+        sink.close()
         return *sink.dws, None, None, *(dxs or [None] * len(xs))
 
 

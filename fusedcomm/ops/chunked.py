@@ -22,6 +22,7 @@ from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.comm.ring import Chunk, Direction, all_gather_steps, reduce_scatter_steps
 from fusedcomm.comm.transport import FlagTransport, flag_transport_of, open_exchange
 from fusedcomm.ops.check import FUSED_DTYPES, check_fused_dtype, refusing
+from fusedcomm.ops.wgrad import Sink
 from fusedcomm.tune.cache import tuner_of
 from fusedcomm.tune.cost import Choice
 
@@ -114,6 +115,42 @@ def run_by(
     call = call_of(choice)
     note_path(call.path(like.device))
     return run(call)
+
+
+def run_backward(
+    method: str,
+    op: str,
+    group: ProcessGroup,
+    sizes: Sequence[int],
+    like: Tensor,
+    local: Sequence[int],
+    run: Callable[[Call, Sink], Result],
+    sink: Sink,
+    *,
+    directions: Sequence[Direction] = (),
+) -> Result:
+    """`run_by` for the backward of an op on rows like `like` [rows of this rank, lead, features].
+
+    `sink` takes the weights' gradients of the call itself, and another one those of calls that are only timed.
+    """
+
+    def into(sink: Sink, call: Call) -> Result:
+        result = run(call, sink)
+        sink.close()
+        return result
+
+    return run_by(
+        method,
+        f"{op} backward",
+        group,
+        sizes,
+        like,
+        like.shape[1:],
+        local,
+        partial(into, sink),
+        directions=directions,
+        trial=lambda call: into(sink.for_trial(), call),
+    )
 
 
 def new_call(op: str, group: ProcessGroup, sizes: tuple[int, ...], like: Tensor, choice: Choice) -> Call:

@@ -321,7 +321,6 @@ def multiply_gathered_gradient(
     if sink.is_needed:
         sink([FusedWeightGradient(gather.call, gather, inner)])
     gather.finish()
-    sink.close()
     return dxs
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from math import prod
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.ops.activation import Activation, activate, check_activation, differentiate
 from fusedcomm.ops.check import check_matrix_inputs, check_sizes, refusing, row_dim
-from fusedcomm.ops.chunked import GATHER_DIRECTIONS, Call, Gather, Scatter, flat, run_by
+from fusedcomm.ops.chunked import GATHER_DIRECTIONS, Call, Gather, Scatter, flat, run_backward, run_by
 from fusedcomm.ops.wgrad import DeferWgrad, Sink, WeightGradient, add_product, check_defer, local_linear
 from fusedcomm.tune.cost import check_method
 
@@ -154,18 +153,7 @@ def _backward(
         return multiply_gathered_gradient(gather, xs, w, input_activation, need_x=need_x, sink=sink)
 
     features = w.shape[1:]
-    return run_by(
-        method,
-        f"{_OP} backward",
-        group,
-        sizes,
-        grad,
-        grad.shape[1:],
-        features,
-        partial(run, sink=sink),
-        directions=GATHER_DIRECTIONS,
-        trial=lambda call: run(call, sink.for_trial()),
-    )
+    return run_backward(method, _OP, group, sizes, grad, features, run, sink, directions=GATHER_DIRECTIONS)
 
 
 def multiply_gathered_gradient(
@@ -181,9 +169,7 @@ def multiply_gathered_gradient(
     gradient = _GatheredGradient(gather, xs, w, input_activation, need_x=need_x)
     if sink.is_needed:
         sink([gradient])
-    dxs = gradient.finish()
-    sink.close()
-    return dxs
+    return gradient.finish()
 
 
 class _GatheredGradient(WeightGradient):

@@ -238,11 +238,6 @@ class GradientBuckets:
         self._counted = False
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of all gradients on this rank: what one all-reduce of the step moves in."""
-        return self._flat.nbytes
-
-    @property
     def flat(self) -> Tensor:
         """All gradients, `[elements]`, as `layout` says."""
         return self._flat
