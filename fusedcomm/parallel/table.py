@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import SimpleNamespace
@@ -36,15 +36,17 @@ _DURATION = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 @dataclass(frozen=True)
 class Simulation:
-    """How a table runs where every stage takes as long as the others and transfers take no time; one entry a rank.
+    """How a table runs; one entry a rank.
 
     Attributes:
         idle: share of the step in which the rank has nothing to compute: the bubble.
         peak_live: most micro-batches, over its stages, whose forward has begun and whose backward has not ended.
+        ends: when each computation ends, in the unit of the durations.
     """
 
     idle: list[float]
     peak_live: list[int]
+    ends: dict[Action, float]
 
 
 def build_table(
@@ -87,16 +89,23 @@ def received_by(send: Action) -> Action:
     return Action("RECV_B", send.stage - 1, send.micro_batch)
 
 
-def simulate(table: Table) -> Simulation:
+def in_units(action: Action) -> float:
+    """What it takes where every stage takes as long as the others and transfers take no time."""
+    return _DURATION.get(action.kind, 0)
+
+
+def simulate(table: Table, duration: Callable[[Action], float] = in_units) -> Simulation:
     """Run a table on paper: by its order for what is possible, by the clock for the bubble.
+
+    `duration` is that of each computation, and of each transfer by its send; transfers keep no rank from computing.
 
     Raises:
         ValueError: a rank waits for ever, which a forward or a transfer that is missing or out of order leads to, or
             two ranks that wait for each other.
     """
-    done: dict[Action, int] = {}
-    clocks = [0] * len(table)
-    busy = [0] * len(table)
+    done: dict[Action, float] = {}
+    clocks = [0.0] * len(table)
+    busy = [0.0] * len(table)
     live = [0] * len(table)
     peak = [0] * len(table)
     heads = [0] * len(table)
@@ -111,8 +120,8 @@ def simulate(table: Table) -> Simulation:
                 ready = _ready_at(action, done, last)
                 if ready is None:
                     continue
-                busy[rank] += _DURATION[action.kind]
-                clocks[rank] = done[action] = max(clocks[rank], ready) + _DURATION[action.kind]
+                busy[rank] += duration(action)
+                clocks[rank] = done[action] = max(clocks[rank], ready) + duration(action)
                 live[rank] += {"F": 1, "I": 0}.get(action.kind, -1)
                 peak[rank] = max(peak[rank], live[rank])
                 heads[rank] += 1
@@ -121,7 +130,8 @@ def simulate(table: Table) -> Simulation:
                 for peer, others in enumerate(table):
                     if heads[peer] < len(others) and others[heads[peer]] == receive:
                         # A rank sends what it has just computed.
-                        done[action] = done[receive] = clocks[rank]
+                        done[action] = clocks[rank]
+                        done[receive] = clocks[rank] + duration(action)
                         heads[rank] += 1
                         heads[peer] += 1
                         break
@@ -131,7 +141,8 @@ def simulate(table: Table) -> Simulation:
     if left := [rank for rank, count in enumerate(live) if count]:
         raise ValueError(f"pipeline: the schedule ends without the backward of every forward on ranks {left}")
     total = max(clocks)
-    return Simulation([1 - time / total for time in busy], peak)
+    ends = {action: end for action, end in done.items() if action.kind in _DURATION}
+    return Simulation([1 - time / total for time in busy], peak, ends)
 
 
 def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Action]:
@@ -183,8 +194,8 @@ def _with_transfers(compute: Table, rank_of_stage: Sequence[int]) -> Table:
     Runs the lists by the clock. The action that ends first goes next, so that transfers come in the order of time.
     """
     table: Table = [[] for _ in compute]
-    done: dict[Action, int] = {}
-    clocks = [0] * len(compute)
+    done: dict[Action, float] = {}
+    clocks = [0.0] * len(compute)
     heads = [0] * len(compute)
     last = len(rank_of_stage) - 1
     for _ in range(sum(map(len, compute))):
@@ -212,7 +223,7 @@ def _with_transfers(compute: Table, rank_of_stage: Sequence[int]) -> Table:
     return table
 
 
-def _ready_at(action: Action, done: dict[Action, int], last: int) -> int | None:
+def _ready_at(action: Action, done: dict[Action, float], last: int) -> float | None:
     """When what a computation or a send needs was done; None if some of it is not.
 
     From the stage before or behind comes what was received, or what this rank computed itself.

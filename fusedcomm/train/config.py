@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-)
+from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
 
-from fusedcomm.train.mistakes import in_one_line, line_of, shown
+from fusedcomm.train.mistakes import in_one_line, shown
+from fusedcomm.train.sections import ConfigError, Section, parse, read_keys, read_yaml
 
 if TYPE_CHECKING:
     from fusedcomm.nn.config import TransformerConfig
@@ -35,20 +27,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpi
 WeightGradients = Literal["by_schedule", "at_end"]
 
 
-class ConfigError(ValueError):
-    """The configuration cannot be used; `lines` holds one mistake each, as `key: what is wrong; the remedy`."""
-
-    def __init__(self, lines: Sequence[str]) -> None:
-        super().__init__("\n".join(lines))
-        self.lines = list(lines)
-
-
-class _Section(BaseModel):
-    # Strict: "4" is no number and 1 is no truth value, so that a slip is reported and not guessed at.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class TensorParallelConfig(_Section):
+class TensorParallelConfig(Section):
     """Ranks that share each layer's GEMMs.
 
     `split_dim` is the MLPs' pairing: 1 is column-parallel first, then row-parallel (one gather, one scatter); 0 is
@@ -68,7 +47,7 @@ class TensorParallelConfig(_Section):
     tp_sync: Literal["every_layer", "interleave", "ladder"] = "every_layer"
 
 
-class PipelineParallelConfig(_Section):
+class PipelineParallelConfig(Section):
     """Ranks that hold consecutive layers; a batch passes through them in micro-batches.
 
     `weight_gradients: at_end` puts them off to the end of a pass, where they are computed layer by layer over all
@@ -85,7 +64,7 @@ class PipelineParallelConfig(_Section):
     stage_layers: _Counts | None = None
 
 
-class DataParallelConfig(_Section):
+class DataParallelConfig(Section):
     """Copies of the model, each with its own samples; gradients are summed in buckets while backward runs.
 
     `mode: zero1` shares the optimizer's state and its work: each rank steps its own rows of each weight, which are
@@ -119,7 +98,7 @@ class DataParallelConfig(_Section):
     outer_overlap: bool = False
 
 
-class ParallelConfig(_Section):
+class ParallelConfig(Section):
     """The mesh: pipeline_parallel.depth x data_parallel.size x tensor_parallel.size ranks, tensor innermost."""
 
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
@@ -131,7 +110,7 @@ class ParallelConfig(_Section):
         return self.tensor_parallel.size * self.pipeline_parallel.depth * self.data_parallel.size
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """A decoder-only Transformer of the Llama or the GPT-2 family; what is null takes the family's usual value."""
 
     kind: Literal["llama", "gpt2"] = "llama"
@@ -148,7 +127,7 @@ class ModelConfig(_Section):
     rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """What is learned.
 
     `path` names text files, folders, patterns such as `docs/**/*.md`, or `.npy` and `.bin` token files (`.bin` is a
@@ -163,14 +142,14 @@ class DataConfig(_Section):
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
 
 
-class LossScaleConfig(_Section):
+class LossScaleConfig(Section):
     """Dynamic loss scaling, for fp16 alone: halved at an overflow, doubled after `growth_interval` good steps."""
 
     initial: Annotated[float, Field(gt=0)] = 65536.0
     growth_interval: Count = 2000
 
 
-class CheckpointingConfig(_Section):
+class CheckpointingConfig(Section):
     """What backward computes again, layer by layer: `others` of those that no list names; a word alone is `others`."""
 
     others: Checkpointing = "none"
@@ -206,7 +185,7 @@ class CheckpointingConfig(_Section):
         return whole(self) if any(self.listed.values()) else self.others
 
 
-class OffloadConfig(_Section):
+class OffloadConfig(Section):
     """What lies in files, on the disk of the rank's machine, while it is not used; for CPU ranks. A word is both."""
 
     # AdamW's moments, and the fp32 masters of weights in another precision.
@@ -217,7 +196,7 @@ class OffloadConfig(_Section):
     folder: str | None = None
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """How it is learned: `global_batch` samples a step over all data-parallel ranks, cut into `accumulation` passes."""
 
     steps: Count
@@ -253,7 +232,7 @@ class TrainConfig(_Section):
     timeout_s: Annotated[float, Field(gt=0)] = 120.0
 
 
-class Config(_Section):
+class Config(Section):
     """All of it."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -299,15 +278,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: the file cannot be read, or a key is unknown, missing or has a value that it cannot have.
     """
     path = Path(path)
-    try:
-        raw = _read_yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError([f"cannot be read: {error.strerror}"]) from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError([in_one_line(error)]) from error
-    raw = {} if raw is None else raw
-    if not isinstance(raw, dict):
-        raise ConfigError([f"holds {shown(raw)}; it must hold the keys {', '.join(Config.model_fields)}"])
+    raw = read_keys(path, Config)
     for override in overrides:
         _apply_override(raw, override)
     if isinstance(train := raw.get("train"), dict):
@@ -317,11 +288,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def parse_config(raw: Mapping[str, Any]) -> Config:
     """Nested dictionaries, as YAML gives them, into a `Config`; ConfigError names every key at fault."""
-    try:
-        return Config.model_validate(dict(raw))
-    except ValidationError as error:
-        lines = [line_of(Config, problem) for problem in error.errors()]
-        raise ConfigError(list(dict.fromkeys(lines))) from error
+    return parse(Config, raw)
 
 
 def dump_config(config: Config) -> str:
@@ -338,36 +305,12 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(raw, sort_keys=False)
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML with 1e-3 as a number (YAML 1.1 wants 1.0e-3) and without a key given twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            if key_node.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key_node.value!r} is given twice", key_node.start_mark
-                )
-            seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
-def _read_yaml(text: str) -> Any:
-    # _Loader is a SafeLoader.
-    return yaml.load(text, Loader=_Loader)
-
-
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError([f"--set {override}: write it as key=value, for example train.steps=100"])
     try:
-        value = _read_yaml(text)
+        value = read_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError([f"--set {override}: {in_one_line(error)}"]) from error
     *parents, last = key.split(".")
