@@ -73,6 +73,55 @@ def check_spec(spec: Spec) -> None:
     check_divides(spec, "K, features of whole heads,", spec.k, _HEAD_DIM * tp)
 
 
+def config_of(spec: Spec, method: str) -> Config:
+    """What the trainer is given for one of our methods."""
+    layout = _layout_of(spec)
+    in_forward = method == "backward+forward"
+    return parse_config(
+        {
+            "model": {
+                "layers": _NUM_LAYERS,
+                "hidden": spec.k,
+                "heads": spec.k // _HEAD_DIM,
+                "ffn_hidden": spec.n * layout.tp,
+                "vocab_size": _VOCAB_SIZE,
+            },
+            "data": {"seq_len": spec.m // _NUM_ROWS},
+            "train": {
+                "steps": 1_000_000,
+                "global_batch": _NUM_ROWS * layout.dp,
+                "precision": spec.dtype_name,
+                # What is compared are gradients of the second step, whose weights must be those of the first.
+                "lr": 1e-30 if method in EXTRA_METHODS else _LR,
+                # torch's side does not clip either.
+                "clip_norm": None,
+                "timeout_s": _TIMEOUT_S,
+                # The gradients of a scaled loss could not be compared.
+                "loss_scale": {"initial": 1.0},
+            },
+            "parallel_config": {
+                "tensor_parallel": {
+                    "size": layout.tp,
+                    "method": "auto" if method in EXTRA_METHODS else method,
+                    "save": "gathered",
+                },
+                "pipeline_parallel": {
+                    "depth": layout.pp,
+                    "micro_batches": layout.micro_batches,
+                    # As torch's side has them.
+                    "stage_layers": [_NUM_LAYERS // layout.pp] * layout.pp,
+                    "weight_gradients": "at_end" if in_forward and layout.pp > 1 else "by_schedule",
+                },
+                "data_parallel": {
+                    "size": layout.dp,
+                    "overlap": "backward+forward" if in_forward else "backward",
+                    "mode": method if method in ("zero1", "fsdp") else "replicate",
+                },
+            },
+        }
+    )
+
+
 def make_case(spec: Spec, rank: int) -> Case:
     return _TrainStep(spec)
 
@@ -83,7 +132,7 @@ class _TrainStep:
         layout = self._layout
         self._mesh = build_mesh(pp=layout.pp, dp=layout.dp, tp=layout.tp, timeout_s=_TIMEOUT_S)
         self._alone = _group_of_one()
-        self._shape = self._config("serial").transformer()
+        self._shape = config_of(spec, "serial").transformer()
         self._full = self._whole_model(spec.dtype).state_dict()
         # The sequence-parallel rows of this rank, and all of them.
         self._hidden = torch.zeros(spec.m // layout.tp, spec.k, dtype=spec.dtype)
@@ -118,7 +167,7 @@ class _TrainStep:
         }
 
     def _open_ours(self, name: str) -> Method:
-        trainer = Trainer(self._config(name), self._mesh)
+        trainer = Trainer(config_of(self._spec, name), self._mesh)
         batch = self._batch(self._mesh.dp_rank)
         grads: dict[str, Tensor] = {}
 
@@ -144,53 +193,6 @@ class _TrainStep:
         if name == "backward+forward" and self._layout.pp > 1:
             note += ", weight gradients at the end"
         return Method(run, prepare=run, note=f"{note}, step after step", finish=finish)
-
-    def _config(self, method: str) -> Config:
-        spec, layout = self._spec, self._layout
-        in_forward = method == "backward+forward"
-        return parse_config(
-            {
-                "model": {
-                    "layers": _NUM_LAYERS,
-                    "hidden": spec.k,
-                    "heads": spec.k // _HEAD_DIM,
-                    "ffn_hidden": spec.n * layout.tp,
-                    "vocab_size": _VOCAB_SIZE,
-                },
-                "data": {"seq_len": spec.m // _NUM_ROWS},
-                "train": {
-                    "steps": 1_000_000,
-                    "global_batch": _NUM_ROWS * layout.dp,
-                    "precision": spec.dtype_name,
-                    # What is compared are gradients of the second step, whose weights must be those of the first.
-                    "lr": 1e-30 if method in EXTRA_METHODS else _LR,
-                    # torch's side does not clip either.
-                    "clip_norm": None,
-                    "timeout_s": _TIMEOUT_S,
-                    # The gradients of a scaled loss could not be compared.
-                    "loss_scale": {"initial": 1.0},
-                },
-                "parallel_config": {
-                    "tensor_parallel": {
-                        "size": layout.tp,
-                        "method": "auto" if method in EXTRA_METHODS else method,
-                        "save": "gathered",
-                    },
-                    "pipeline_parallel": {
-                        "depth": layout.pp,
-                        "micro_batches": layout.micro_batches,
-                        # As torch's side has them.
-                        "stage_layers": [_NUM_LAYERS // layout.pp] * layout.pp,
-                        "weight_gradients": "at_end" if in_forward and layout.pp > 1 else "by_schedule",
-                    },
-                    "data_parallel": {
-                        "size": layout.dp,
-                        "overlap": "backward+forward" if in_forward else "backward",
-                        "mode": method if method in ("zero1", "fsdp") else "replicate",
-                    },
-                },
-            }
-        )
 
     def _whole_model(self, dtype: torch.dtype) -> Transformer:
         return Transformer(self._shape, tp=TensorParallel(self._alone), seed=0, dtype=dtype)

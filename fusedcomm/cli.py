@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from fusedcomm.train.config import Config
     from fusedcomm.train.launch import Place
 
-# More CPU ranks than this per core is a layout meant for a cluster.
-_MAX_RANKS_PER_CORE = 16
-
 app = typer.Typer(
     help="Train Transformers on a pipeline x data x tensor-parallel mesh whose communication hides behind computation.",
     no_args_is_help=True,
@@ -114,6 +111,44 @@ def trace(
 
 
 @app.command()
+def plan(
+    config: ConfigPath,
+    cluster_path: Annotated[
+        Path | None,
+        typer.Option("--cluster", metavar="FILE", help="YAML that describes the machines; else these are measured."),
+    ] = None,
+    num_ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="To measure; by default one per GPU, or as CONFIG has them.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 10,
+    tries: Annotated[
+        int, typer.Option("--try", min=0, help="Time so many of the best in training steps on this machine.")
+    ] = 0,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the cluster and the layouts to this file.")
+    ] = None,
+    best_path: Annotated[
+        Path | None, typer.Option("--write", metavar="FILE", help="Write CONFIG with the fastest layout to this file.")
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006
+) -> None:
+    """Predict which layout of CONFIG's model is fastest on a cluster, among all that fit its memory.
+
+    Samples a step, and all else that changes what is learned, stay as CONFIG has them.
+    """
+    from fusedcomm.plan.command import PlanRequest, run
+    from fusedcomm.train.config import ConfigError
+
+    place, loaded = _load(config, overrides)
+    request = PlanRequest(config, cluster_path, num_ranks, top, tries, json_path, best_path)
+    try:
+        code = run(request, loaded, place)
+    except ConfigError as error:
+        _refuse(place, error.lines)
+    raise typer.Exit(code)
+
+
+@app.command()
 def kernels(
     target: Annotated[str, typer.Option(metavar="NAME", help="sm_80, sm_90, sm_100 or gfx942.")],
     json_path: Annotated[
@@ -206,6 +241,19 @@ def _print_rows(rows: list[Row]) -> None:
 
 def _prepare(path: Path, overrides: list[str], fit: bool) -> _Run:
     """Read and check everything; on a mistake print it and exit with code 2."""
+    from fusedcomm.train.config import ConfigError
+
+    place, config = _load(path, overrides)
+    try:
+        config = _settle_layout(config, place, fit)
+        _check_data(config)
+    except ConfigError as error:
+        _refuse(place, [f"{path}: {line}" for line in error.lines])
+    return _Run(config, place)
+
+
+def _load(path: Path, overrides: list[str]) -> tuple[Place | None, Config]:
+    """Our place among a launcher's ranks, and the configuration; on a mistake print it and exit with code 2."""
     from fusedcomm.train.config import ConfigError, load_config
     from fusedcomm.train.launch import start_fork_server
     from fusedcomm.train.place import find_place
@@ -216,14 +264,12 @@ def _prepare(path: Path, overrides: list[str], fit: bool) -> _Run:
         _refuse(None, [str(error)])
     try:
         config = load_config(path, overrides)
-        if place is None:
-            # It imports while the checks go on.
-            start_fork_server()
-        config = _settle_layout(config, place, fit)
-        _check_data(config)
     except ConfigError as error:
         _refuse(place, [f"{path}: {line}" for line in error.lines])
-    return _Run(config, place)
+    if place is None:
+        # It imports while the checks go on.
+        start_fork_server()
+    return place, config
 
 
 def _refuse(place: Place | None, lines: list[str]) -> NoReturn:
@@ -238,7 +284,7 @@ def _settle_layout(config: Config, place: Place | None, fit: bool) -> Config:
     import torch
 
     from fusedcomm.train import layout
-    from fusedcomm.train.config import ConfigError
+    from fusedcomm.train.launch import check_machine
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     asked = config.parallel_config
@@ -247,21 +293,8 @@ def _settle_layout(config: Config, place: Place | None, fit: bool) -> Config:
         config = layout.fit(config, available)
     world = config.parallel_config.world
     layout.validate_for_world(config, world if place is None else place.world)
-    if place is None and num_gpus and world > num_gpus:
-        raise ConfigError(
-            [
-                f"parallel_config: {world} ranks but this machine has {num_gpus} GPUs; use --fit, change a degree, "
-                "start on several machines with torchrun, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
-            ]
-        )
-    most = _MAX_RANKS_PER_CORE * (os.cpu_count() or 1)
-    if place is None and not num_gpus and world > most:
-        raise ConfigError(
-            [
-                f"parallel_config: {world} ranks are too many for the {os.cpu_count()} cores of this machine (at most "
-                f"{most}); change a degree, or start on several machines with torchrun, mpirun or srun"
-            ]
-        )
+    if place is None:
+        check_machine(world)
     if place is None or place.rank == 0:
         changed = "" if config.parallel_config == asked else f" (fitted to {available} {'ranks' if place else 'GPUs'})"
         print(f"{layout.describe_layout(config)}{changed}", flush=True)

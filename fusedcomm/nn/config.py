@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from fusedcomm.nn.attention import check_heads, check_heads_over_ranks
 from fusedcomm.nn.embedding import check_vocab
@@ -185,6 +185,27 @@ def check_tensor_parallel(config: TransformerConfig, tp_size: int) -> None:
     check_mlp(where, config.hidden, config.ffn_hidden, config.split_dim, tp_size)
 
 
+class LayerMatrices(NamedTuple):
+    """Elements of the weights of each of a layer's four GEMMs; Q, K and V, or gate and up, are one."""
+
+    qkv: int
+    out: int
+    up: int
+    down: int
+
+
+def layer_matrices(config: TransformerConfig) -> LayerMatrices:
+    """Those of the whole layer, which tensor-parallel ranks share."""
+    hidden = config.hidden
+    mlp = hidden * config.ffn_hidden
+    return LayerMatrices(
+        qkv=hidden * (hidden + 2 * config.kv_heads * config.head_dim),
+        out=hidden * hidden,
+        up=mlp * (2 if config.activation == "swiglu" else 1),
+        down=mlp,
+    )
+
+
 @dataclass(frozen=True)
 class FlopsPerToken:
     """Floating-point operations per token, forward and backward together, of each part of the model."""
@@ -203,7 +224,7 @@ def layer_flops(config: TransformerConfig) -> FlopsPerToken:
     attention = 6 * config.seq_len * config.hidden
     return FlopsPerToken(
         embedding=0.0,
-        layer=6.0 * _layer_matrix_elements(config) + attention,
+        layer=6.0 * sum(layer_matrices(config)) + attention,
         head=6.0 * config.hidden * config.vocab_size,
     )
 
@@ -220,14 +241,7 @@ def num_parameters(config: TransformerConfig) -> int:
     inner_outputs = 2 if config.activation == "swiglu" else 1
     kv_features = config.kv_heads * config.head_dim
     biases = 3 * config.hidden + 2 * kv_features + inner_outputs * config.ffn_hidden
-    layer = _layer_matrix_elements(config) + 2 * norm + (biases if config.bias else 0)
+    layer = sum(layer_matrices(config)) + 2 * norm + (biases if config.bias else 0)
     table = config.vocab_size * config.hidden
     positions = config.seq_len * config.hidden if config.position == "learned" else 0
     return config.layers * layer + norm + positions + table * (1 if config.tied_embeddings else 2)
-
-
-def _layer_matrix_elements(config: TransformerConfig) -> int:
-    kv_features = config.kv_heads * config.head_dim
-    attention = config.hidden * (2 * config.hidden + 2 * kv_features)
-    matrices = 3 if config.activation == "swiglu" else 2
-    return attention + matrices * config.hidden * config.ffn_hidden

@@ -113,19 +113,20 @@ def simulate(table: Table, duration: Callable[[Action], float] = in_units) -> Si
     while any(head < len(actions) for head, actions in zip(heads, table)):
         before = list(heads)
         for rank, actions in enumerate(table):
-            if heads[rank] == len(actions):
-                continue
-            action = actions[heads[rank]]
-            if action.kind in _DURATION:
+            while heads[rank] < len(actions) and actions[heads[rank]].kind in _DURATION:
+                action = actions[heads[rank]]
                 ready = _ready_at(action, done, last)
                 if ready is None:
-                    continue
+                    break
                 busy[rank] += duration(action)
                 clocks[rank] = done[action] = max(clocks[rank], ready) + duration(action)
                 live[rank] += {"F": 1, "I": 0}.get(action.kind, -1)
                 peak[rank] = max(peak[rank], live[rank])
                 heads[rank] += 1
-            elif action.kind in ("SEND_F", "SEND_B") and _ready_at(action, done, last) is not None:
+            if heads[rank] == len(actions):
+                continue
+            action = actions[heads[rank]]
+            if action.kind in ("SEND_F", "SEND_B") and _ready_at(action, done, last) is not None:
                 receive = received_by(action)
                 for peer, others in enumerate(table):
                     if heads[peer] < len(others) and others[heads[peer]] == receive:
@@ -198,11 +199,13 @@ def _with_transfers(compute: Table, rank_of_stage: Sequence[int]) -> Table:
     clocks = [0.0] * len(compute)
     heads = [0] * len(compute)
     last = len(rank_of_stage) - 1
+    # Of the ranks that can go on, when they have done their next action.
+    ends: dict[int, float] = {}
+    changed = set(range(len(compute)))
     for _ in range(sum(map(len, compute))):
-        ends = {}
-        for rank, actions in enumerate(compute):
-            if heads[rank] < len(actions):
-                action = actions[heads[rank]]
+        for rank in changed:
+            if heads[rank] < len(compute[rank]):
+                action = compute[rank][heads[rank]]
                 ready = _ready_at(action, done, last)
                 if ready is not None:
                     ends[rank] = max(clocks[rank], ready) + _DURATION[action.kind]
@@ -210,8 +213,9 @@ def _with_transfers(compute: Table, rank_of_stage: Sequence[int]) -> Table:
             raise ValueError("pipeline: the schedule's actions depend on each other in a circle")
         rank = min(ends, key=lambda rank: (ends[rank], rank))
         action = compute[rank][heads[rank]]
-        clocks[rank] = done[action] = ends[rank]
+        clocks[rank] = done[action] = ends.pop(rank)
         heads[rank] += 1
+        changed = {rank}
         table[rank].append(action)
         there = action.stage + (1 if action.kind == "F" else -1)
         if action.kind != "W" and 0 <= there <= last and rank_of_stage[there] != rank:
@@ -219,7 +223,8 @@ def _with_transfers(compute: Table, rank_of_stage: Sequence[int]) -> Table:
             receive = received_by(send)
             table[rank].append(send)
             table[rank_of_stage[there]].append(receive)
-            done[receive] = ends[rank]
+            done[receive] = clocks[rank]
+            changed.add(rank_of_stage[there])
     return table
 
 

@@ -16,10 +16,15 @@ from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
+import torch
+
 from fusedcomm.train.place import Place, leave_distributed
+from fusedcomm.train.sections import ConfigError
 
 # Imported once, by the fork server: a rank then starts in milliseconds.
 _PRELOAD = ["torch", "torch.distributed", "fusedcomm.cli", "fusedcomm.train.loop", "fusedcomm.train.verify"]
+# More CPU ranks than this per core is a layout meant for a cluster.
+_MAX_RANKS_PER_CORE = 16
 # From the order to end until a rank that does not is killed.
 _END_S = 2.0
 
@@ -36,6 +41,26 @@ def start_fork_server() -> None:
         ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def check_machine(world: int) -> None:
+    """ConfigError unless this machine has a GPU for each of so many ranks, or, without GPUs, cores enough."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    most = _MAX_RANKS_PER_CORE * (os.cpu_count() or 1)
+    if num_gpus and world > num_gpus:
+        raise ConfigError(
+            [
+                f"parallel_config: {world} ranks but this machine has {num_gpus} GPUs; use --fit, change a degree, "
+                "start on several machines with torchrun, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+            ]
+        )
+    if not num_gpus and world > most:
+        raise ConfigError(
+            [
+                f"parallel_config: {world} ranks are too many for the {os.cpu_count()} cores of this machine (at most "
+                f"{most}); change a degree, or start on several machines with torchrun, mpirun or srun"
+            ]
+        )
 
 
 @dataclass

@@ -31,7 +31,7 @@ def validate_for_world(config: Config, world: int) -> None:
             f"tensor_parallel.size {parallel.tensor_parallel.size} = {parallel.world} ranks, but "
             f"{world} {'is' if world == 1 else 'are'} running; change a degree or start {parallel.world} ranks"
         )
-    lines += _problems(config)
+    lines += problems(config)
     if lines:
         raise ConfigError(lines)
 
@@ -46,13 +46,13 @@ def fit(config: Config, num_ranks: int) -> Config:
         ConfigError: what hinders the model even on a single rank.
     """
     asked = config.parallel_config
-    if asked.world == num_ranks and not _problems(config):
+    if asked.world == num_ranks and not problems(config):
         return config
     for count in range(num_ranks, 0, -1):
-        candidates = [candidate for candidate in _layouts(config, count) if not _problems(candidate)]
+        candidates = [candidate for candidate in layouts(config, count) if not problems(candidate)]
         if candidates:
             return min(candidates, key=lambda candidate: _distance(candidate.parallel_config, asked))
-    raise ConfigError(_problems(with_degrees(config, pp=1, dp=1, tp=1)))
+    raise ConfigError(problems(with_degrees(config, pp=1, dp=1, tp=1)))
 
 
 def with_degrees(config: Config, *, pp: int, dp: int, tp: int) -> Config:
@@ -69,6 +69,13 @@ def with_degrees(config: Config, *, pp: int, dp: int, tp: int) -> Config:
     return config.model_copy(update={"parallel_config": parallel.model_copy(update=update)})
 
 
+def layouts(config: Config, num_ranks: int) -> Iterator[Config]:
+    """The configuration on every mesh of exactly `num_ranks` ranks, whether it fits or not."""
+    for tp in divisors(num_ranks):
+        for dp in divisors(num_ranks // tp):
+            yield with_degrees(config, pp=num_ranks // tp // dp, dp=dp, tp=tp)
+
+
 def stages_of(config: Config) -> list[range]:
     """The layers of every pipeline stage, as pinned by `stage_layers` or balanced by estimated FLOPs."""
     pipeline = config.parallel_config.pipeline_parallel
@@ -80,6 +87,23 @@ def stages_of(config: Config) -> list[range]:
         last_cost=flops.head,
         sizes=pipeline.stage_layers,
     )
+
+
+def problems(config: Config) -> list[str]:
+    """Everything that does not fit, whatever the number of ranks: a line each."""
+    if sync := list(_layer_problems(config)):
+        return [*sync, *_batch_problems(config), *_training_problems(config)]
+    try:
+        shape = config.transformer()
+    except ValueError as error:
+        return [f"model: {_detail(error)}", *_training_problems(config)]
+    return [
+        *_model_problems(config, shape),
+        *_pipeline_problems(config),
+        *_batch_problems(config),
+        *_training_problems(config),
+        *mode_problems(config),
+    ]
 
 
 def describe_layout(config: Config) -> str:
@@ -105,23 +129,6 @@ def coordinates(parallel: ParallelConfig, rank: int) -> str:
     rest, tp = divmod(rank, parallel.tensor_parallel.size)
     pp, dp = divmod(rest, parallel.data_parallel.size)
     return f"pp {pp}, dp {dp}, tp {tp}"
-
-
-def _problems(config: Config) -> list[str]:
-    """Everything that does not fit, whatever the number of ranks."""
-    if sync := list(_layer_problems(config)):
-        return [*sync, *_batch_problems(config), *_training_problems(config)]
-    try:
-        shape = config.transformer()
-    except ValueError as error:
-        return [f"model: {_detail(error)}", *_training_problems(config)]
-    return [
-        *_model_problems(config, shape),
-        *_pipeline_problems(config),
-        *_batch_problems(config),
-        *_training_problems(config),
-        *mode_problems(config),
-    ]
 
 
 def _layer_problems(config: Config) -> Iterator[str]:
@@ -233,13 +240,8 @@ def _detail(error: ValueError) -> str:
     return str(error).partition(": ")[2]
 
 
-def _layouts(config: Config, num_ranks: int) -> Iterator[Config]:
-    for tp in _divisors(num_ranks):
-        for dp in _divisors(num_ranks // tp):
-            yield with_degrees(config, pp=num_ranks // tp // dp, dp=dp, tp=tp)
-
-
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """In ascending order."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
