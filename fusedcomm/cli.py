@@ -149,6 +149,27 @@ def plan(
 
 
 @app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A checkpoint, or a folder of transformers' model.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Folder to write, which must not exist.")],
+    dtype: Annotated[str, typer.Option(metavar="fp32|bf16|fp16", help="Of the weights for transformers.")] = "fp32",
+    vocab_size: Annotated[
+        int | None, typer.Option("--vocab-size", min=1, help="Of our checkpoint, padded: the ranks must divide it.")
+    ] = None,
+) -> None:
+    """Write a checkpoint as a model that Hugging Face transformers read, or such a model as a checkpoint.
+
+    Training begins with a converted model's weights by --resume TARGET.
+    """
+    from fusedcomm.train.convert import convert as run
+
+    try:
+        print(run(source, target, dtype=dtype, vocab_size=vocab_size))
+    except (ValueError, OSError) as error:
+        _refuse(None, [str(error)])
+
+
+@app.command()
 def kernels(
     target: Annotated[str, typer.Option(metavar="NAME", help="sm_80, sm_90, sm_100 or gfx942.")],
     json_path: Annotated[

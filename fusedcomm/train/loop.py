@@ -50,7 +50,9 @@ def train(config: Config, *, resume: str | None, device: torch.device) -> None:
         source = _agreed_checkpoint(output_dir) if resume == "auto" else Path(resume)
     if source is not None:
         progress = load_checkpoint(source, trainer)
-        first_step, position = progress["step"], data.restore(progress["data"])
+        first_step = progress["step"]
+        # One that was converted has read nothing.
+        position = 0 if progress["data"] is None else data.restore(progress["data"])
     # Everything has started: from here on a peer that is late has failed.
     dist.barrier()
     _set_pg_timeout(timedelta(seconds=config.train.timeout_s), dist.group.WORLD)
