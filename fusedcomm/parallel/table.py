@@ -69,7 +69,7 @@ def build_table(
     elif schedule == "gpipe":
         compute = [_forwards_then_backwards(rank, micro_batches) for rank in range(pp)]
     else:
-        compute = [_torchs_list(schedule, rank, pp, micro_batches, stages_per_rank) for rank in range(pp)]
+        compute = _torchs_lists(schedule, pp, micro_batches, stages_per_rank)
     if weight_gradients == "at_end":
         compute = [_weight_gradients_last(actions) for actions in compute]
     table = _with_transfers(compute, stage_to_rank(schedule, pp=pp, stages_per_rank=stages_per_rank))
@@ -173,19 +173,23 @@ def _weight_gradients_last(actions: Sequence[Action]) -> list[Action]:
     return rest + [action._replace(kind="W") for action in sorted(backwards, key=lambda action: action.stage)]
 
 
-def _torchs_list(schedule: str, rank: int, pp: int, micro_batches: int, stages_per_rank: int) -> list[Action]:
-    # What the constructors ask of a stage.
-    stage = SimpleNamespace(num_stages=pp * stages_per_rank, group_size=pp, group_rank=rank, submod=nn.Identity())
+def _torchs_lists(schedule: str, pp: int, micro_batches: int, stages_per_rank: int) -> Table:
+    # What the constructors ask of a stage; they make every rank's list.
+    stage = SimpleNamespace(num_stages=pp * stages_per_rank, group_size=pp, group_rank=0, submod=nn.Identity())
     runtime = SCHEDULES[schedule].torchs
     assert runtime is not None, "the schedules without one are made here"
-    order = runtime([stage] * stages_per_rank, micro_batches).pipeline_order[rank]  # pyright: ignore[reportArgumentType]
-    # An overlapped forward and backward, of DualPipeV, is run one after the other, as torch does.
-    parts = chain.from_iterable(entry.sub_actions or (entry,) for entry in order if entry is not None)
+    orders = runtime([stage] * stages_per_rank, micro_batches).pipeline_order  # pyright: ignore[reportArgumentType]
     kinds: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
+    # An overlapped forward and backward, of DualPipeV, is run one after the other, as torch does.
     return [
-        Action(kinds[part.computation_type.value], part.stage_index, part.microbatch_index)
-        for part in parts
-        if part.microbatch_index is not None
+        [
+            Action(kinds[part.computation_type.value], part.stage_index, part.microbatch_index)
+            for entry in orders[rank]
+            if entry is not None
+            for part in entry.sub_actions or (entry,)
+            if part.microbatch_index is not None
+        ]
+        for rank in range(pp)
     ]
 
 
