@@ -170,6 +170,42 @@ def convert(
 
 
 @app.command()
+def doctor(
+    num_ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="To start; by default one per GPU, or two.")
+    ] = None,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait for a rank.")] = 60.0,
+) -> None:
+    """Examine the ranks that start here, or that a launcher has started: versions, links, what can run.
+
+        srun --ntasks-per-node 8 fusedcomm doctor
+
+    The exit code is 1 where something would keep them from training together.
+    """
+    import torch
+
+    from fusedcomm.train.launch import check_machine, run_ranks
+    from fusedcomm.train.place import find_place, leave_distributed
+    from fusedcomm.train.sections import ConfigError
+
+    try:
+        place = find_place(os.environ)
+        world = num_ranks or (torch.cuda.device_count() if torch.cuda.is_available() else 2)
+        if place is None:
+            check_machine(world)
+    except ConfigError as error:
+        _refuse(None, error.lines)
+    except ValueError as error:
+        _refuse(None, [str(error)])
+    if place is None:
+        raise typer.Exit(run_ranks(_doctor_rank, (timeout_s,), world=world, describe_rank=lambda rank: f"of {world}"))
+    os.environ.update(place.environment())
+    code = _doctor_rank(timeout_s)
+    leave_distributed()
+    raise typer.Exit(code)
+
+
+@app.command()
 def kernels(
     target: Annotated[str, typer.Option(metavar="NAME", help="sm_80, sm_90, sm_100 or gfx942.")],
     json_path: Annotated[
@@ -376,3 +412,10 @@ def _trace_rank(config: Config, steps: int, json_path: Path | None, plot_path: P
 
     device = init_distributed(config.train.startup_timeout_s)
     trace(config, steps=steps, json_path=json_path, plot_path=plot_path, device=device)
+
+
+def _doctor_rank(timeout_s: float) -> int:
+    from fusedcomm.train.doctor import examine
+    from fusedcomm.train.place import init_distributed
+
+    return examine(timeout_s=timeout_s, device=init_distributed(timeout_s))

@@ -127,7 +127,7 @@ def init_distributed(timeout_s: float) -> torch.device:
         return device
     keep_freed_memory()
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, _num_cores() // local_world))
+        torch.set_num_threads(max(1, num_cores() // local_world))
     if local_world == world:
         names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
         if names:
@@ -148,7 +148,8 @@ def _gpu_of(local_rank: int, num_gpus: int) -> int:
     return local_rank
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
+    """Those that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
