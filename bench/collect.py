@@ -1,8 +1,9 @@
 """Several benchmarks' rows as one file, one picture and one table.
 
-    python -m fusedcomm.bench.collect bench/results/cpu-shaped run1.json run2.json ... > table.md
+    python -m fusedcomm.bench.collect bench/results/cpu-shaped run1.json run2.json ... > summary.md
 
-writes bench/results/cpu-shaped.json and .png. Without further files it draws what is there.
+writes bench/results/cpu-shaped.json, .md and .png, and prints the README's table. Without further files it draws what
+is there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from fusedcomm.bench.report import markdown, read_json, write_json, write_plot
+from fusedcomm.bench.report import markdown, read_json, summary, write_json, write_plot
 
 
 def main(arguments: list[str]) -> int:
@@ -26,7 +27,8 @@ def main(arguments: list[str]) -> int:
         print(f"collect: {error}; give files that `fusedcomm bench --json` wrote", file=sys.stderr)
         return 2
     write_plot(target.with_suffix(".png"), rows)
-    print(markdown(rows))
+    target.with_suffix(".md").write_text(markdown(rows) + "\n", encoding="utf-8")
+    print(summary(rows))
     return 0
 
 

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+# Ours that a summary shows: what runs by default, and what else a user would choose.
+_SHOWN = ("auto", "backward", "backward+forward", "zero1", "fsdp", "int8")
+
+
 @dataclass(frozen=True)
 class Row:
     """One method of one benchmark."""
@@ -62,8 +66,26 @@ def read_json(path: Path) -> list[Row]:
     return [Row(**{**row, "shape": tuple(row["shape"])}) for row in rows]
 
 
+def summary(rows: Sequence[Row]) -> str:
+    """A table for a README: a line for each of our methods, beside `serial` and torch's."""
+    lines = [
+        "| what | ours | ms | limit | of the limit | serial | vs serial | torch | vs torch |",
+        "| --- | --- | --: | --: | --: | --: | --: | --: | --: |",
+    ]
+    for benchmark in benchmarks(rows):
+        serial = next((_ms(row.median_s) for row in benchmark if row.method == "serial"), "-")
+        torchs = next((_ms(row.median_s) for row in benchmark if row.vs_torch == 1.0), "-")
+        for row in benchmark:
+            if row.method in _SHOWN:
+                limit = _ms(max(row.gemm_s, row.wire_s))
+                ours = (title_of(row), row.method, _ms(row.median_s), limit, f"{row.of_ideal:.2f}")
+                cells = (*ours, serial, _ratio(row.vs_serial), torchs, _ratio(row.vs_torch))
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def markdown(rows: Sequence[Row]) -> str:
-    """A table of all rows for a README."""
+    """A table of all rows."""
     lines = [
         "| what | method | ms (quartiles) | limit | of the limit | vs serial | vs torch | MB sent |",
         "| --- | --- | --: | --: | --: | --: | --: | --: |",

@@ -20,6 +20,7 @@ from launch_driver import wait_until_session_ended
 from fusedcomm.bench import harness, shaped_network
 from fusedcomm.bench.errors import BenchError
 from fusedcomm.bench.ranks import RankError, Ranks, RankState, Seat, cores_of
+from fusedcomm.bench.report import markdown, read_json, summary
 from fusedcomm.bench.request import OPS, Request
 from fusedcomm.bench.shaped_network import INTERFACE, ShapedNetwork, enter_namespace
 
@@ -294,3 +295,11 @@ def test_ranks_of_a_node_share_its_link_and_by_levels_the_least_leaves_it(tmp_pa
     assert least_bytes < rows["hierarchical"]["wire_bytes"] < 1.2 * least_bytes
     # One edge of the ring leaves each node.
     assert 1.5 * least_bytes < rows["torch"]["wire_bytes"] < 1.8 * least_bytes
+
+
+def test_the_tables_shown_are_those_of_the_committed_rows():
+    results = _ROOT / "bench" / "results" / "cpu-shaped.json"
+    rows = read_json(results)
+    assert all(row.checked for row in rows)
+    assert summary(rows) in (_ROOT / "README.md").read_text()
+    assert results.with_suffix(".md").read_text() == markdown(rows) + "\n"
