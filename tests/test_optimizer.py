@@ -127,6 +127,18 @@ def _overflow(rank: int, world: int) -> list[tuple[StepResult, float, Tensor]]:
     return log
 
 
+def test_norm_does_not_depend_on_names():
+    # Python hashes names anew in every process, so a sum in the order of a set would be another one in a resumed run.
+    values = torch.randn(64, generator=torch.Generator().manual_seed(0)).exp()
+    norms = set()
+    for prefix in "abcdefgh":
+        params = {f"{prefix}{index}": nn.Parameter(torch.ones(1)) for index in range(64)}
+        for param, value in zip(params.values(), values):
+            param.grad = value.view(1).clone()
+        norms.add(Optimizer(params.items()).step(0, lr=0.0).grad_norm)
+    assert len(norms) == 1
+
+
 def test_fp16_overflow_on_one_rank_skips_the_step_on_all():
     ranks = run_ranks(2, _overflow)
     for log in ranks:

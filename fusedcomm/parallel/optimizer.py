@@ -198,7 +198,9 @@ class Optimizer:
         """Root of the sum of squares over the mesh, of fp64 sums; NaN or infinite if any rank holds such a one."""
         zero = torch.zeros((), dtype=torch.float64, device=self._device())
         norms = dict(zip(grads, _norms(list(grads.values()))))
-        squares = torch.stack([zero, *(norms[name] for name in self._counted if name in norms)]).square().sum()
+        # In the parameters' order, not that of the set, which is another one in every process.
+        counted_norms = [norm for name, norm in norms.items() if name in self._counted]
+        squares = torch.stack([zero, *counted_norms]).square().sum()
         # Copies that do not count must be finite too: they would ruin their own rank's weights.
         unsound = torch.stack([zero, *norms.values()]).sum() * 0
         local = torch.stack((squares, unsound))
