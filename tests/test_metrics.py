@@ -52,6 +52,8 @@ def test_step_line_holds_every_number():
     overflow = step_line(_step(7, skipped=True, loss_scale=1024.0, grad_norm=math.inf), 150)
     assert overflow.endswith("chunked  scale 1024  skipped: overflow")
     assert "grad norm inf" in overflow
+    delayed = step_line(_step(1, skipped=True, grad_norm=0.0), 150)
+    assert delayed.endswith("chunked  skipped: gradients come a step late")
     staged = step_line(_step(7, pipeline_idle=[0.25, 0.35], pipeline_ideal_idle=[0.2, 0.2]), 150)
     assert staged.endswith("chunked  idle 30% (schedule 20%)")
 

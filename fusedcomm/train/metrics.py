@@ -25,9 +25,9 @@ class StepMetrics:
     """One training step, the same numbers on every rank.
 
     `exposed_ms` is the time in which computing stood still for a transfer, `path` the method that ran the ops,
-    `skipped` whether an fp16 overflow left the weights as they were. FLOPs are the model's, without recomputation.
-    `pipeline_idle` is each pipeline rank's share of forward and backward without work, `pipeline_ideal_idle` what the
-    schedule would leave.
+    `skipped` whether the weights were left as they were: by an fp16 overflow, or in the first step of `sync: delayed`.
+    FLOPs are the model's, without recomputation. `pipeline_idle` is each pipeline rank's share of forward and backward
+    without work, `pipeline_ideal_idle` what the schedule would leave.
     """
 
     step: int
@@ -148,7 +148,10 @@ def step_line(metrics: StepMetrics, total_steps: int) -> str:
         text += f"  idle {mean(metrics.pipeline_idle):.0%} (schedule {mean(metrics.pipeline_ideal_idle):.0%})"
     if metrics.loss_scale is not None:
         text += f"  scale {metrics.loss_scale:g}"
-    return text + ("  skipped: overflow" if metrics.skipped else "")
+    if metrics.skipped:
+        # Without a scale an overflow is an error.
+        text += "  skipped: overflow" if metrics.loss_scale is not None else "  skipped: gradients come a step late"
+    return text
 
 
 def evaluation_line(metrics: EvalMetrics) -> str:
