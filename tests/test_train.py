@@ -110,6 +110,9 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path):
         (config(tmp_path / "other", 1, 1, 1, model__ffn_hidden=64), checkpoint, "does not fit this model: .*48.*64"),
         (config(tmp_path / "other", 1, 1, 1, data__seq_len=16), checkpoint, "was .* when the checkpoint was written"),
         (config(tmp_path / "other", 1, 1, 1), str(tmp_path / "half"), "no progress.json"),
+        # The same names and shapes, but other functions.
+        (config(tmp_path / "other", 1, 1, 1, model__heads=8, model__kv_heads=4), checkpoint, "heads was 4 and is 8"),
+        (config(tmp_path / "other", 1, 1, 1, tensor_parallel__tp_sync="ladder"), checkpoint, "ladder was False"),
     ]
     for raw, resume, message in refused:
         run_ranks(1, run_refused, raw, resume, message)

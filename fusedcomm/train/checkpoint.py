@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import yaml
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -85,6 +86,7 @@ def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
             f"checkpoint {path} was written with data_parallel.sync: {progress['sync']}, and this run has {sync}; "
             "go on with the same, or start anew"
         )
+    _check_same_model(path, trainer)
     trainer.settle()
     own, progress["reset"] = _readable(trainer, path)
     state = _state(trainer) | {"by_rank": own}
@@ -125,6 +127,22 @@ def latest_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint with the most steps in `folder`; None if there is none."""
     found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
     return max(found, default=None)
+
+
+def _check_same_model(path: Path, trainer: Trainer) -> None:
+    """ValueError for another model whose tensors have the same names and shapes, which reading them would not show."""
+    saved = yaml.safe_load((path / "config.yaml").read_text())
+    was_ladder = saved["parallel_config"]["tensor_parallel"]["tp_sync"] == "ladder"
+    facts = {
+        "model.heads": (saved["model"]["heads"], trainer.shape.heads),
+        "parallel_config.tensor_parallel.tp_sync: ladder": (was_ladder, trainer.shape.tp_sync == "ladder"),
+    }
+    for name, (was, now) in facts.items():
+        if was != now:
+            raise ValueError(
+                f"checkpoint {path} does not fit this model: {name} was {was} and is {now} in this run; "
+                "set what it was, or start anew"
+            )
 
 
 def _state(trainer: Trainer) -> dict[str, dict[str, Any]]:
