@@ -106,6 +106,7 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path):
     run(config(tmp_path / "run", 1, 1, 1))
     checkpoint = str(tmp_path / "run" / "step-00000003")
     (tmp_path / "half").mkdir()
+    short = config(tmp_path / "other", 1, 1, 1)["train"] | {"steps": 2}
     refused = [
         (config(tmp_path / "other", 1, 1, 1, model__ffn_hidden=64), checkpoint, "does not fit this model: .*48.*64"),
         (config(tmp_path / "other", 1, 1, 1, data__seq_len=16), checkpoint, "was .* when the checkpoint was written"),
@@ -113,6 +114,7 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path):
         # The same names and shapes, but other functions.
         (config(tmp_path / "other", 1, 1, 1, model__heads=8, model__kv_heads=4), checkpoint, "heads was 4 and is 8"),
         (config(tmp_path / "other", 1, 1, 1, tensor_parallel__tp_sync="ladder"), checkpoint, "ladder was False"),
+        (config(tmp_path / "other", 1, 1, 1) | {"train": short}, checkpoint, "after 3 steps, more than train.steps 2"),
     ]
     for raw, resume, message in refused:
         run_ranks(1, run_refused, raw, resume, message)

@@ -53,6 +53,11 @@ def train(config: Config, *, resume: str | None, device: torch.device) -> None:
         first_step = progress["step"]
         # One that was converted has read nothing.
         position = 0 if progress["data"] is None else data.restore(progress["data"])
+        if first_step > config.train.steps:
+            raise ValueError(
+                f"checkpoint {source} is after {first_step} steps, more than train.steps {config.train.steps}; "
+                "raise it, or go on from an earlier checkpoint"
+            )
     # Everything has started: from here on a peer that is late has failed.
     dist.barrier()
     _set_pg_timeout(timedelta(seconds=config.train.timeout_s), dist.group.WORLD)
