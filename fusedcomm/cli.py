@@ -67,8 +67,9 @@ def train(
         torchrun --nproc-per-node 8 -m fusedcomm train CONFIG
     """
     run = _prepare(config, overrides, fit)
-    if resume is not None and resume != "auto" and not Path(resume).is_dir():
-        _refuse(run.place, [f"--resume {resume}: there is no such folder; give a checkpoint's folder, or auto"])
+    if resume is not None and resume != "auto" and not (Path(resume) / "progress.json").is_file():
+        what = "holds no complete checkpoint" if Path(resume).is_dir() else "there is no such folder"
+        _refuse(run.place, [f"--resume {resume}: {what}; give a checkpoint's folder (step-XXXXXXXX), or auto"])
     if run.is_first:
         _save_resolved(run)
     raise typer.Exit(_run(run, _train_rank, run.config, resume))

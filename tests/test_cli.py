@@ -117,6 +117,11 @@ def test_a_missing_configuration_or_checkpoint_is_one_line(config, started, tmp_
     result = _invoke("train", config, "--resume", tmp_path / "none")
     assert result.exit_code == 2
     assert result.stderr.startswith(f"--resume {tmp_path}/none: there is no such folder")
+    # The run's own folder, in which the checkpoints lie.
+    (tmp_path / "run" / "step-00000003").mkdir(parents=True)
+    result = _invoke("train", config, "--resume", tmp_path / "run")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert result.stderr.startswith(f"--resume {tmp_path}/run: holds no complete checkpoint")
     assert not started
 
 
