@@ -89,7 +89,11 @@ def verify(
 
     Prints losses and gradient differences; the exit code is 1 where they exceed what rounding explains.
     """
+    from fusedcomm.train.modes import comparison_problems
+
     run = _prepare(config, overrides, fit)
+    if lines := list(comparison_problems(run.config)):
+        _refuse(run.place, [f"{config}: {line}" for line in lines])
     raise typer.Exit(_run(run, _verify_rank, run.config, steps, json_path))
 
 

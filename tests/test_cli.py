@@ -108,6 +108,18 @@ def test_mistakes_are_one_line_each_before_any_process_starts(config, started, c
     assert not started
 
 
+def test_verify_refuses_what_one_process_does_otherwise(config, started):
+    data = "parallel_config.data_parallel={size: 2, bucket_mb: 1.0, compression: int8, sync: delayed}"
+    result = _invoke("verify", config, "--set", data)
+    assert result.exit_code == 2
+    assert [line.partition(": ")[2].partition(": ")[0] for line in result.stderr.splitlines()] == [
+        "parallel_config.data_parallel.sync",
+        "parallel_config.data_parallel.compression",
+    ]
+    assert not started
+    assert _invoke("train", config, "--set", data).exit_code == 7
+
+
 def test_a_missing_configuration_or_checkpoint_is_one_line(config, started, tmp_path):
     result = _invoke("train", tmp_path / "none.yaml")
     assert (result.exit_code, result.stderr) == (

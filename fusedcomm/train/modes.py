@@ -218,6 +218,20 @@ def mode_problems(config: Config) -> Iterator[str]:
             )
 
 
+def comparison_problems(config: Config) -> Iterator[str]:
+    """One line for each setting whose gradients are meant to be others than those of one process."""
+    if _syncs(config, "delayed", "local_sgd", "diloco"):
+        yield (
+            f"{_DP}.sync: {_data(config).sync} steps by other gradients than one process would, so there is nothing to "
+            "compare; verify with every_step"
+        )
+    if _compresses(config):
+        yield (
+            f"{_DP}.compression: what travels smaller sums up to other gradients than one process has, so there is "
+            "nothing to compare; verify with none, also in the node"
+        )
+
+
 def markdown_table() -> str:
     """The refusals for the documentation."""
     lines = ["| setting | does not go with | because |", "| --- | --- | --- |"]
