@@ -8,7 +8,6 @@ ratios within a round. Ranks start together, at a time that the parent names.
 
 from __future__ import annotations
 
-import importlib
 import math
 import platform
 import signal
@@ -30,6 +29,7 @@ from fusedcomm.bench.report import Row, write_json, write_plot, write_table
 from fusedcomm.bench.request import Plan, Request, op_module, plan_of
 from fusedcomm.bench.shaped_network import INTERFACE, ShapedNetwork
 from fusedcomm.comm.record import last_path
+from fusedcomm.train.outputs import output_problems
 
 # Until the rate is known.
 _FAST_GBPS = 100.0
@@ -55,11 +55,8 @@ def run(request: Request) -> int:
     left.
     """
     try:
-        for option, path in (("--json", request.json_path), ("--plot", request.plot_path)):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise BenchError(f"{option} {path}: there is no folder {path.absolute().parent}; make it first")
-        if request.plot_path is not None:
-            _require_matplotlib()
+        for problem in output_problems(json_path=request.json_path, plot_path=request.plot_path):
+            raise BenchError(problem)
         with _exiting_on_sigterm():
             rows = measure(request)
         write_table(rows)
@@ -339,13 +336,6 @@ def _machine() -> str:
 
 def _say(line: str) -> None:
     print(line, flush=True)
-
-
-def _require_matplotlib() -> None:
-    try:
-        importlib.import_module("matplotlib")
-    except ImportError:
-        raise BenchError("--plot needs matplotlib: pip install 'fusedcomm[plots]', or leave --plot out") from None
 
 
 def _write(path: Path, option: str, write: Callable[[Path], None]) -> None:

@@ -94,6 +94,7 @@ def verify(
     run = _prepare(config, overrides, fit)
     if lines := list(comparison_problems(run.config)):
         _refuse(run.place, [f"{config}: {line}" for line in lines])
+    _check_outputs(run, json_path, None)
     raise typer.Exit(_run(run, _verify_rank, run.config, steps, json_path))
 
 
@@ -112,6 +113,7 @@ def trace(
     run = _prepare(config, overrides, fit)
     if json_path is None and plot_path is None:
         _refuse(run.place, ["trace: nothing to write; give --json FILE, --plot FILE or both"])
+    _check_outputs(run, json_path, plot_path)
     raise typer.Exit(_run(run, _trace_rank, run.config, steps, json_path, plot_path))
 
 
@@ -368,6 +370,14 @@ def _check_data(config: Config) -> None:
 
     # Reads little, except that a tokenizer works here, once, for all ranks.
     open_data(config)
+
+
+def _check_outputs(run: _Run, json_path: Path | None, plot_path: Path | None) -> None:
+    from fusedcomm.train.outputs import output_problems
+
+    # Those that are the first rank's to write, on its machine.
+    if run.is_first and (lines := list(output_problems(json_path=json_path, plot_path=plot_path))):
+        _refuse(run.place, lines)
 
 
 def _save_resolved(run: _Run) -> None:

@@ -49,6 +49,7 @@ def nothing_starts(monkeypatch):
         ({"op": "train_step", "layout": "2x2x1"}, "makes 4 ranks, --world is 2"),
         ({"rounds": 2}, "quartiles need at least 3"),
         ({"json_path": Path("/no/such/folder/x.json")}, "there is no folder /no/such/folder"),
+        ({"plot_path": Path("x.jpgg")}, ".jpgg is no kind of picture"),
     ],
 )
 def test_mistakes_are_one_line(options, words, nothing_starts, capsys):

@@ -145,6 +145,30 @@ def test_an_output_folder_that_cannot_be_written_is_one_line(config, started, tm
     assert not started
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["verify", "--json", "/no/such/x.json"], "--json /no/such/x.json: there is no folder /no/such"),
+        (["trace", "--json", "/tmp"], "--json /tmp: is a folder"),
+        (["trace", "--plot", "/no/such/x.png"], "--plot /no/such/x.png: there is no folder /no/such"),
+        (["trace", "--plot", "x.jpgg"], "--plot x.jpgg: .jpgg is no kind of picture"),
+    ],
+)
+def test_what_cannot_be_written_at_the_end_is_one_line_before_the_start(config, started, arguments, line):
+    result = _invoke(arguments[0], config, *arguments[1:])
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert result.stderr.startswith(line)
+    assert not started
+
+
+def test_a_picture_needs_matplotlib_before_the_start(config, started, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = _invoke("trace", config, "--plot", "x.png")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("--plot needs matplotlib: pip install 'fusedcomm[plots]'")
+    assert not started
+
+
 def _pretend_gpus(monkeypatch, count: int) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
