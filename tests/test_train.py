@@ -12,6 +12,7 @@ import torch
 from helpers import run_ranks
 from test_verify import tiny
 
+from fusedcomm.train import checkpoint
 from fusedcomm.train.checkpoint import latest_checkpoint
 from fusedcomm.train.config import parse_config
 from fusedcomm.train.data import open_data
@@ -126,6 +127,32 @@ def test_an_interrupted_save_is_not_resumed_from(tmp_path):
     (tmp_path / "step-00000012.old").mkdir()
     assert latest_checkpoint(tmp_path).name == "step-00000003"
     assert latest_checkpoint(tmp_path / "nowhere") is None
+
+
+def run_killed_while_replacing(rank, world, raw):
+    remove = checkpoint.shutil.rmtree
+
+    def begin_to_remove(path, **options):
+        if path.suffix == ".partial" or not path.exists():
+            remove(path, **options)
+        else:
+            (path / ".metadata").unlink()
+            raise KeyboardInterrupt
+
+    checkpoint.shutil.rmtree = begin_to_remove
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), pytest.raises(KeyboardInterrupt):
+            train(parse_config(raw), resume=None, device=torch.device("cpu"))
+    finally:
+        checkpoint.shutil.rmtree = remove
+
+
+def test_a_checkpoint_that_is_being_replaced_is_never_torn(tmp_path):
+    raw = config(tmp_path, 1, 1, 1)
+    run(raw)
+    run_ranks(1, run_killed_while_replacing, raw)
+    assert (tmp_path / "step-00000003" / ".metadata").exists()
+    run(raw, resume=str(tmp_path / "step-00000003"))
 
 
 def run_trace(rank, world, raw, folder):

@@ -57,8 +57,13 @@ def save_checkpoint(folder: Path, trainer: Trainer, progress: dict[str, Any]) ->
         }
         (partial / "progress.json").write_text(json.dumps(progress, indent=1) + "\n")
         (partial / "config.yaml").write_text(dump_config(trainer.config))
-        shutil.rmtree(final, ignore_errors=True)
+        # One of an earlier run makes room whole: taken apart in its place, it would be a torn one for a while.
+        old = final.with_suffix(".old")
+        shutil.rmtree(old, ignore_errors=True)
+        if final.exists():
+            final.rename(old)
         partial.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
     dist.barrier()
     return final
 
