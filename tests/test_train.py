@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,19 @@ def test_a_checkpoint_that_is_being_replaced_is_never_torn(tmp_path):
     run_ranks(1, run_killed_while_replacing, raw)
     assert (tmp_path / "step-00000003" / ".metadata").exists()
     run(raw, resume=str(tmp_path / "step-00000003"))
+
+
+def run_on_a_full_disk(rank, world, raw):
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, resource.RLIM_INFINITY))
+    message = "step-00000003 cannot be written .* MiB are free there"
+    with contextlib.redirect_stdout(io.StringIO()), pytest.raises(OSError, match=message):
+        train(parse_config(raw), resume=None, device=torch.device("cpu"))
+
+
+def test_a_disk_that_is_full_for_one_rank_is_named_on_all(tmp_path):
+    run_ranks(2, run_on_a_full_disk, config(tmp_path, 2, 1, 1))
+    assert latest_checkpoint(tmp_path) is None
 
 
 def run_trace(rank, world, raw, folder):

@@ -36,6 +36,9 @@ def save_checkpoint(folder: Path, trainer: Trainer, progress: dict[str, Any]) ->
     """Write `folder/step-XXXXXXXX`; every rank calls it, and it is complete when they return.
 
     `progress["step"]` is the number of steps done. All ranks must see the same file system.
+
+    Raises:
+        OSError: some rank cannot write its part; on all ranks.
     """
     trainer.settle()
     holds_sum = trainer.replicas is not None and trainer.replicas.holds_sum
@@ -46,8 +49,16 @@ def save_checkpoint(folder: Path, trainer: Trainer, progress: dict[str, Any]) ->
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    with trainer.shared_weights():
-        dcp.save(_state(trainer) | {"by_rank": _own_state(trainer)}, checkpoint_id=partial)
+    try:
+        with trainer.shared_weights():
+            dcp.save(_state(trainer) | {"by_rank": _own_state(trainer)}, checkpoint_id=partial)
+    except CheckpointException as error:
+        # What torch says of a full disk is that it is at an unexpected position.
+        free = shutil.disk_usage(folder).free
+        raise OSError(
+            f"checkpoint {final} cannot be written ({_reasons(error)}); {free / 2**20:.0f} MiB are free there: make "
+            "room, or choose another train.output_dir"
+        ) from error
     if trainer.mesh.rank == 0:
         loss_scale = trainer.optimizer.loss_scale
         progress = progress | {
@@ -98,9 +109,8 @@ def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
     try:
         dcp.load(state, checkpoint_id=path)
     except CheckpointException as error:
-        reasons = sorted({str(failure[0]).strip().splitlines()[-1] for failure in error.failures.values()})
         raise ValueError(
-            f"checkpoint {path} does not fit this model: {'; '.join(reasons)}; "
+            f"checkpoint {path} does not fit this model: {_reasons(error)}; "
             f"compare its config.yaml with the model section of this run"
         ) from error
     # The tensors read are the optimizer's own; this rounds the masters into the parameters.
@@ -126,6 +136,11 @@ def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
     if loss_scale is not None and progress["loss_scale"] is not None:
         vars(loss_scale).update(progress["loss_scale"])
     return progress
+
+
+def _reasons(error: CheckpointException) -> str:
+    """The last line of what each rank says, once."""
+    return "; ".join(sorted({str(failure[0]).strip().splitlines()[-1] for failure in error.failures.values()}))
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
