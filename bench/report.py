@@ -130,7 +130,8 @@ def write_table(rows: Sequence[Row]) -> None:
             _megabytes(row),
             str(row.num_chunks),
         )
-    Console().print(table)
+    # On a narrower terminal lines break, in place of numbers that lose their digits.
+    Console(width=max(Console().width, 120)).print(table)
     for row in rows:
         if row.note:
             print(f"{row.method}: {row.note}")

@@ -13,9 +13,11 @@ import torch
 from fusedcomm.bench import harness, shaped_network
 from fusedcomm.bench.case import complaints
 from fusedcomm.bench.errors import BenchError
-from fusedcomm.bench.report import Row
+from fusedcomm.bench.report import Row, read_json, write_table
 from fusedcomm.bench.request import Request
 from fusedcomm.bench.shaped_network import ShapedNetwork
+
+_ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -147,3 +149,13 @@ def test_ratios_are_medians_within_rounds():
 def test_rows_are_as_documented():
     promised = "op world dtype shape link_gbps method num_chunks median_s p25_s p75_s gemm_s wire_s of_ideal vs_serial"
     assert list(Row.__dataclass_fields__)[:17] == [*promised.split(), "vs_torch", "wire_bytes", "checked"]
+
+
+def test_a_narrow_terminal_costs_no_digit(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    rows = [row for row in read_json(_ROOT / "bench/results/cpu-shaped.json") if row.op == "gradients"]
+    write_table(rows)
+    output = capsys.readouterr().out
+    assert "…" not in output
+    for row in rows:
+        assert f"{row.p25_s * 1e3:.2f}-{row.p75_s * 1e3:.2f}" in output
