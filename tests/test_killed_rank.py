@@ -13,7 +13,7 @@ import torch.distributed as dist
 from helpers import run_ranks
 from test_overlap_forward import changed
 
-from fusedcomm.comm.channel import wait_for
+from fusedcomm.comm.channel import channel_of
 from fusedcomm.comm.lost import naming_lost_ranks
 from fusedcomm.errors import PeerError
 from fusedcomm.train.config import parse_config
@@ -92,7 +92,8 @@ def _wait_for_one_that_lives(rank: int, world: int) -> None:
     if rank == 0:
         time.sleep(3)
         return
-    wait_for(dist.group.WORLD.recv([torch.empty(1)], 0, 7), "sum", 0, 0, "did not deliver its part")
+    group = dist.group.WORLD
+    channel_of(group).wait_for(group.recv([torch.empty(1)], 0, 7), "sum", 0, 0, "did not deliver its part")
 
 
 def test_who_waited_for_a_rank_that_is_gone_is_not_taken_for_it():

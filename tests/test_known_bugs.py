@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from datetime import timedelta
 
 import pytest
@@ -11,6 +12,7 @@ from helpers import run_ranks
 from test_verify import tiny
 from torch import nn
 
+from fusedcomm import PeerError, all_gather_matmul
 from fusedcomm.comm.collective import bulk_group
 from fusedcomm.comm.hierarchical import level_groups
 from fusedcomm.comm.mesh import build_mesh
@@ -96,3 +98,17 @@ def test_no_group_waits_longer_than_it_may():
     # In processes of its own: a group's second one is made once, with the limit that it has then.
     for limits in run_ranks(4, _limits, fresh_timeout_s=60):
         assert limits == [timedelta(seconds=7)] * 6
+
+
+def _wait_on_an_axis(rank: int, world: int) -> float:
+    mesh = build_mesh(pp=1, dp=1, tp=world, timeout_s=1)
+    start_s = time.monotonic()
+    if rank == 0:
+        with pytest.raises(PeerError, match="rank 1 of the group did not call the operation"):
+            all_gather_matmul(torch.ones(2, 4), torch.ones(3, 4), group=mesh.tp_group, method="serial")
+    return time.monotonic() - start_s
+
+
+def test_messages_wait_no_longer_than_an_axis_may():
+    """gloo's messages, unlike its collectives, heed only the time-out that a group was made with (torch 2.13)."""
+    assert run_ranks(2, _wait_on_an_axis, fresh_timeout_s=20)[0] < 10

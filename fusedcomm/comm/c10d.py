@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, Work
 
-from fusedcomm.comm.channel import Channel, payload_tag, wait_for
+from fusedcomm.comm.channel import Channel, payload_tag
 from fusedcomm.comm.queue import URGENT
 from fusedcomm.comm.record import note, span, wait_span
 from fusedcomm.comm.ring import Step
@@ -96,7 +96,7 @@ class GlooExchange:
                 self._await_distance(self._steps[index].distance - 1)
             with URGENT.passing(), span("transfer", f"{self._op} to {dst}", tensor.nbytes):
                 work = self._channel.group.send([tensor], dst, self._tag)
-                wait_for(work, self._op, dst, index, f"did not take chunk {index}")
+                self._channel.wait_for(work, self._op, dst, index, f"did not take chunk {index}")
         except Exception as error:
             self._error = error
 
@@ -119,7 +119,7 @@ class GlooExchange:
         work, src = self._receives[index], self._steps[index].src
         with self._locks[index]:
             if work is not None and not self._arrived[index]:
-                wait_for(work, self._op, src, index, f"did not deliver chunk {index}")
+                self._channel.wait_for(work, self._op, src, index, f"did not deliver chunk {index}")
                 self._arrived[index] = True
 
     def wait(self, index: int) -> None:
@@ -136,7 +136,7 @@ class GlooExchange:
                 self._sent.wait()
             for index, start_s, work in self._sends:
                 dst, tensor = self._steps[index].dst, self._outgoing[index]
-                wait_for(work, self._op, dst, index, f"did not take chunk {index}")
+                self._channel.wait_for(work, self._op, dst, index, f"did not take chunk {index}")
                 # Over at the latest now.
                 note("transfer", f"{self._op} to {dst}", start_s, 0 if tensor is None else tensor.nbytes)
         if self._error is not None:

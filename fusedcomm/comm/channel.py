@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 import zlib
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -77,17 +78,17 @@ class Headers:
         """
         absent = "did not call the operation"
         for peer, header in self._theirs.items():
-            wait_for(self._receives[peer], self._op, peer, -1, absent)
+            self._channel.wait_for(self._receives[peer], self._op, peer, -1, absent)
             # A call that this rank and the peer both refused earlier left its header behind.
             while header != self._own and _decode(header)[0] < self._call:
                 again = self._channel.group.recv([_as_tensor(header)], peer, HEADER_TAG)
-                wait_for(again, self._op, peer, -1, absent)
+                self._channel.wait_for(again, self._op, peer, -1, absent)
         return self._theirs
 
     def finish_sends(self) -> None:
         """Return when the peers have taken this rank's header."""
         for peer, work in self._sends.items():
-            wait_for(work, self._op, peer, -1, "did not take the header")
+            self._channel.wait_for(work, self._op, peer, -1, "did not take the header")
 
 
 class Channel:
@@ -172,10 +173,24 @@ class Channel:
         return texts
 
     @property
-    def timeout_s(self) -> float:
+    def timeout(self) -> timedelta:
         """How long a wait for a peer may take: the time-out of the group's gloo backend, or else of its NCCL one."""
         backend = self.group._get_backend(torch.device("cpu" if self._has_gloo else "cuda"))
-        return backend.options._timeout.total_seconds()
+        return backend.options._timeout
+
+    @property
+    def timeout_s(self) -> float:
+        """The same in seconds."""
+        return self.timeout.total_seconds()
+
+    def wait_for(self, work: Work, op: str, peer: int, chunk: int, what: str) -> None:
+        """Wait within the group's time-out; a failure becomes a `PeerError` that names the peer."""
+        # By themselves gloo's messages wait for as long as the group was made with, whatever was set since.
+        limit = self.timeout
+        try:
+            work.wait(limit)
+        except RuntimeError as error:
+            raise PeerError(op, peer, chunk, f"rank {peer} of the group {what}: {error}") from error
 
     def has_agreed(self, signature: str) -> bool:
         """Whether the ranks have agreed on such a call before."""
@@ -238,14 +253,6 @@ def _compare(op: str, rank: int, own: bytearray, theirs: dict[int, bytearray]) -
             f"the ranks of the group call different things: rank {rank} call {call}: {signature}; "
             f"rank {peer} call {their_call}: {their_signature}; all must make the same calls in the same order",
         )
-
-
-def wait_for(work: Work, op: str, peer: int, chunk: int, what: str) -> None:
-    """Wait within the group's time-out; a failure becomes a `PeerError` that names the peer."""
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise PeerError(op, peer, chunk, f"rank {peer} of the group {what}: {error}") from error
 
 
 def calm_gloo() -> None:

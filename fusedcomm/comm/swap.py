@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, Work
 
-from fusedcomm.comm.channel import Channel, payload_tag, wait_for
+from fusedcomm.comm.channel import Channel, payload_tag
 from fusedcomm.comm.record import note
 from fusedcomm.errors import PeerError
 
@@ -27,7 +27,7 @@ class Swap:
     """
 
     def __init__(self, channel: Channel, op: str, call: int, step: str, receives: Mapping[int, Tensor]) -> None:
-        self._group, self._op = channel.group, op
+        self._channel, self._group, self._op = channel, channel.group, op
         self._call, self._step = call, step
         self._receives = receives
         self._sends: Mapping[int, Tensor] = {}
@@ -62,7 +62,7 @@ class Swap:
         for work in self._on_gpu:
             work.wait()
         for peer, work in self._received.items():
-            wait_for(work, self._op, peer, self._call, f"did not deliver its {self._step}")
+            self._channel.wait_for(work, self._op, peer, self._call, f"did not deliver its {self._step}")
         if self._receives:
             num_bytes = sum(tensor.nbytes for tensor in self._sends.values())
             note("transfer", f"{self._op} {self._step}", self._start_s, num_bytes)
@@ -70,7 +70,7 @@ class Swap:
     def finish(self) -> None:
         """Return when what was sent may be overwritten (on the current stream); PeerError as `receive`."""
         for peer, work in self._sent.items():
-            wait_for(work, self._op, peer, self._call, f"did not take this rank's {self._step}")
+            self._channel.wait_for(work, self._op, peer, self._call, f"did not take this rank's {self._step}")
 
     def _begin(self, transfer: Callable[[list[Tensor], int, int], Work], tensor: Tensor, peer: int) -> Work:
         try:

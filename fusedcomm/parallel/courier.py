@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, Work
 
-from fusedcomm.comm.channel import Headers, channel_of, payload_tag, wait_for
+from fusedcomm.comm.channel import Headers, channel_of, payload_tag
 from fusedcomm.comm.pool import STAGING
 from fusedcomm.comm.queue import URGENT
 from fusedcomm.comm.record import span, wait_span
@@ -143,7 +143,7 @@ class Courier:
         what = f"{failed} the {_describe(action)}"
         if isinstance(work, RuntimeError):
             raise PeerError(_OP, peer, action.micro_batch, f"rank {peer} of the group {what}: {work}") from work
-        wait_for(work, _OP, peer, action.micro_batch, what)
+        self._channel.wait_for(work, _OP, peer, action.micro_batch, what)
 
     def _peer_of(self, action: Action) -> int:
         towards_end = action.kind in ("SEND_F", "RECV_B")
