@@ -12,6 +12,8 @@ import torch.distributed as dist
 from helpers import RankFailure, run_ranks
 
 from fusedcomm import PeerError, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from fusedcomm.comm.c10d import GlooExchange
+from fusedcomm.comm.channel import Channel
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -193,6 +195,47 @@ def test_a_killed_peer_ends_the_others_with_an_error():
     # Whoever waited for the dead rank names it; the other may see the first one leave.
     assert any(error.rank == 2 for error in errors[:2])
     assert time.monotonic() - start < 25
+
+
+MOMENTS = {"announced": (Channel, "announce"), "started": (GlooExchange, "start")}
+
+
+def run_ended(rank, world, moment, call):
+    owner, name = MOMENTS[moment]
+    unharmed = getattr(owner, name)
+
+    def ended(self, *args):
+        result = unharmed(self, *args)
+        if rank == 1:
+            time.sleep(0.5)
+            os._exit(9)
+        # Until it shows that rank 1 is gone.
+        time.sleep(2)
+        return result
+
+    setattr(owner, name, ended)
+    call(torch.ones(8, 6), W, group=dist.group.WORLD, method="serial")
+
+
+@pytest.mark.parametrize("call", [all_gather_matmul, matmul_all_reduce])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_peer_that_ends_in_the_middle_of_a_call_is_named(moment, call):
+    error = run_ranks(2, run_ended, moment, call, return_exceptions=True, fresh_timeout_s=20)[0]
+    assert isinstance(error, PeerError), error.trace
+    assert error.rank == 1
+
+
+def run_refused_alone(rank, world):
+    if rank == 1:
+        os._exit(9)
+    time.sleep(2)
+    all_gather_matmul(X, torch.randn(5, 7), group=dist.group.WORLD)
+
+
+def test_a_refused_call_says_why_also_when_a_peer_is_gone():
+    error = run_ranks(2, run_refused_alone, return_exceptions=True, fresh_timeout_s=20)[0]
+    assert isinstance(error, ValueError), error.trace
+    assert "w_shard has K=7" in str(error)
 
 
 def run_empty(rank, world):

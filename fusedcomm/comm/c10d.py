@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import torch
@@ -57,6 +57,7 @@ class GlooExchange:
         self._arrived = [False for _ in steps]
         num_bytes = sum(tensor.nbytes for tensor in outgoing if tensor is not None)
         self._threaded = overlapped and num_bytes >= _MIN_THREADED_BYTES
+        self._receives: list[Work | None] = []
         # Posted from the caller's thread: (index, when, work).
         self._sends: list[tuple[int, float, Work]] = []
         # Set when the latest job of the sender thread is over, and what went wrong there.
@@ -68,10 +69,8 @@ class GlooExchange:
         group = self._channel.group
         self._headers = self._channel.announce(self._op, call, self._signature)
         self._tag = payload_tag(call, self._signature)
-        self._receives = [
-            None if tensor is None else group.recv([tensor], step.src, self._tag)
-            for step, tensor in zip(self._steps, self._incoming)
-        ]
+        for index, (step, tensor) in enumerate(zip(self._steps, self._incoming)):
+            self._receives.append(None if tensor is None else self._begin(group.recv, tensor, step.src, index))
 
     def send(self, index: int) -> None:
         tensor, dst = self._outgoing[index], self._steps[index].dst
@@ -84,7 +83,8 @@ class GlooExchange:
                 with span("wait", f"{self._op} to hand on"):
                     self._check()
                     self._await_distance(self._steps[index].distance - 1)
-            self._sends.append((index, time.perf_counter(), self._channel.group.send([tensor], dst, self._tag)))
+            start_s = time.perf_counter()
+            self._sends.append((index, start_s, self._begin(self._channel.group.send, tensor, dst, index)))
 
     def _send_and_wait(self, index: int, tensor: Tensor, dst: int) -> None:
         if self._error is not None:
@@ -95,10 +95,18 @@ class GlooExchange:
             if self._paced:
                 self._await_distance(self._steps[index].distance - 1)
             with URGENT.passing(), span("transfer", f"{self._op} to {dst}", tensor.nbytes):
-                work = self._channel.group.send([tensor], dst, self._tag)
+                work = self._begin(self._channel.group.send, tensor, dst, index)
                 self._channel.wait_for(work, self._op, dst, index, f"did not take chunk {index}")
         except Exception as error:
             self._error = error
+
+    def _begin(self, transfer: Callable[[list[Tensor], int, int], Work], tensor: Tensor, peer: int, index: int) -> Work:
+        try:
+            return self._channel.begin(transfer, tensor, self._op, peer, self._tag, index)
+        except PeerError:
+            # Whoever calls something else, and has ended with the error of that, is named for it.
+            self._check()
+            raise
 
     def _hands_on(self, index: int) -> bool:
         """Whether the step sends what another one receives."""

@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 import zlib
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -81,7 +82,7 @@ class Headers:
             self._channel.wait_for(self._receives[peer], self._op, peer, -1, absent)
             # A call that this rank and the peer both refused earlier left its header behind.
             while header != self._own and _decode(header)[0] < self._call:
-                again = self._channel.group.recv([_as_tensor(header)], peer, HEADER_TAG)
+                again = self._channel.begin(self._channel.group.recv, _as_tensor(header), self._op, peer, HEADER_TAG)
                 self._channel.wait_for(again, self._op, peer, -1, absent)
         return self._theirs
 
@@ -141,11 +142,8 @@ class Channel:
         theirs = {peer: bytearray(HEADER_BYTES) for peer in peers}
         receives, sends = {}, {}
         for peer in peers:
-            try:
-                receives[peer] = self.group.recv([_as_tensor(theirs[peer])], peer, HEADER_TAG)
-                sends[peer] = self.group.send([_as_tensor(own)], peer, HEADER_TAG)
-            except RuntimeError as error:
-                raise PeerError(op, peer, -1, f"rank {peer} of the group is gone: {error}") from error
+            receives[peer] = self.begin(self.group.recv, _as_tensor(theirs[peer]), op, peer, HEADER_TAG)
+            sends[peer] = self.begin(self.group.send, _as_tensor(own), op, peer, HEADER_TAG)
         return Headers(self, op, call, own, theirs, receives, sends)
 
     def check_same(self, op: str, signature: str, device: torch.device) -> None:
@@ -182,6 +180,21 @@ class Channel:
     def timeout_s(self) -> float:
         """The same in seconds."""
         return self.timeout.total_seconds()
+
+    def begin(
+        self,
+        transfer: Callable[[list[Tensor], int, int], Work],
+        tensor: Tensor,
+        op: str,
+        peer: int,
+        tag: int,
+        chunk: int = -1,
+    ) -> Work:
+        """The group's `send` or `recv` over gloo, which does not block; PeerError if the peer is known to be gone."""
+        try:
+            return transfer([tensor], peer, tag)
+        except RuntimeError as error:
+            raise PeerError(op, peer, chunk, f"rank {peer} of the group is gone: {error}") from error
 
     def wait_for(self, work: Work, op: str, peer: int, chunk: int, what: str) -> None:
         """Wait within the group's time-out; a failure becomes a `PeerError` that names the peer."""
@@ -226,8 +239,12 @@ class Channel:
         """Tell the peers that this rank rejects its own call, so that they need not wait for the time-out."""
         header = _as_tensor(_encode(self.next_call(), f"{_REFUSED}{op}: {reason}"))
         for peer in self._peers():
-            # A peer that refuses the same call does not receive this.
-            self.keep(self.group.send([header], peer, HEADER_TAG), header)
+            try:
+                # A peer that refuses the same call does not receive this.
+                self.keep(self.begin(self.group.send, header, op, peer, HEADER_TAG), header)
+            except PeerError:
+                # Who is gone need not know.
+                continue
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.world) if peer != self.rank]

@@ -15,7 +15,6 @@ from torch.distributed import P2POp, Work
 
 from fusedcomm.comm.channel import Channel, payload_tag
 from fusedcomm.comm.record import note
-from fusedcomm.errors import PeerError
 
 
 class Swap:
@@ -73,10 +72,5 @@ class Swap:
             self._channel.wait_for(work, self._op, peer, self._call, f"did not take this rank's {self._step}")
 
     def _begin(self, transfer: Callable[[list[Tensor], int, int], Work], tensor: Tensor, peer: int) -> Work:
-        try:
-            return transfer([tensor], peer, self._tag(tensor))
-        except RuntimeError as error:
-            raise PeerError(self._op, peer, self._call, f"rank {peer} of the group is gone: {error}") from error
-
-    def _tag(self, tensor: Tensor) -> int:
-        return payload_tag(self._call, f"{self._op} {self._step} {tensor.nbytes}")
+        tag = payload_tag(self._call, f"{self._op} {self._step} {tensor.nbytes}")
+        return self._channel.begin(transfer, tensor, self._op, peer, tag, self._call)
