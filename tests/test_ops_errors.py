@@ -225,6 +225,18 @@ def test_a_peer_that_ends_in_the_middle_of_a_call_is_named(moment, call):
     assert error.rank == 1
 
 
+def run_refused_where_torch_chose_the_backend(rank, world):
+    # As `init_process_group()` without a backend makes it.
+    group = dist.new_group(backend="undefined")
+    with pytest.raises(ValueError if rank == 1 else PeerError, match="w_shard has K=7"):
+        all_gather_matmul(X, torch.randn(5, 7) if rank == 1 else W, group=group)
+
+
+def test_a_refused_call_reaches_the_peers_where_torch_chose_the_backend():
+    # Long before the group's time-out, torch's half an hour.
+    run_ranks(2, run_refused_where_torch_chose_the_backend, timeout_s=40)
+
+
 def run_refused_alone(rank, world):
     if rank == 1:
         os._exit(9)

@@ -105,8 +105,7 @@ class Channel:
         self._check_all = os.environ.get("FUSEDCOMM_CHECKED", "0") == "1"
         self._backends: dict[str, str] = {}
         self._unclaimed: list[object] = []
-        cpu = torch.device("cpu")
-        self._has_gloo = cpu in group._device_types and group._get_backend(cpu).name() == "gloo"
+        self._has_gloo = has_gloo(group)
         if sys.platform == "linux" and self._has_gloo:
             calm_gloo()
 
@@ -270,6 +269,12 @@ def _compare(op: str, rank: int, own: bytearray, theirs: dict[int, bytearray]) -
             f"the ranks of the group call different things: rank {rank} call {call}: {signature}; "
             f"rank {peer} call {their_call}: {their_signature}; all must make the same calls in the same order",
         )
+
+
+def has_gloo(group: ProcessGroup) -> bool:
+    """Whether the group's CPU tensors travel over gloo. `get_backend` says "undefined" where the choice was torch's."""
+    cpu = torch.device("cpu")
+    return cpu in group._device_types and group._get_backend(cpu).name() == "gloo"
 
 
 def calm_gloo() -> None:

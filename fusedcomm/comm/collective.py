@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fusedcomm.comm.channel import calm_gloo
+from fusedcomm.comm.channel import calm_gloo, has_gloo
 from fusedcomm.comm.subgroup import new_subgroup
 
 
@@ -60,6 +60,6 @@ def bulk_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
         timeout = group._get_backend(device).options._timeout
         found = new_subgroup(group, dist.get_process_group_ranks(group), "bulk", timeout)
         _bulk_groups[group] = found
-        if sys.platform == "linux" and "gloo" in dist.get_backend(found):
+        if sys.platform == "linux" and has_gloo(found):
             calm_gloo()
     return found

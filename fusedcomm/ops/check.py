@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fusedcomm.comm.channel import channel_of
+from fusedcomm.comm.channel import channel_of, has_gloo
 
 # Those that the kernels compute in.
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -25,7 +24,7 @@ def refusing(op: str, group: ProcessGroup) -> Iterator[None]:
     except ValueError as error:
         if group.size() > 1 and not torch.compiler.is_compiling():
             # Over NCCL a lone message would hang: there the peers' own check, or the watchdog, ends the call.
-            if "gloo" in dist.get_backend(group):
+            if has_gloo(group):
                 channel_of(group).refuse(op, str(error))
         raise
 
