@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
 import threading
 import time
@@ -15,6 +17,7 @@ from torch import Tensor
 from fusedcomm.comm.collective import AllReduce, Pending
 from fusedcomm.comm.plan import Forecast, Piece, plan
 from fusedcomm.comm.queue import URGENT, TransferQueue
+from fusedcomm.comm.worker import Worker
 
 
 class Wire:
@@ -146,6 +149,18 @@ def test_queue_ends_its_thread_with_itself():
     del queue
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_a_worker_works_on_in_a_forked_process():
+    worker = Worker("forked")
+
+    def work() -> None:
+        os._exit(0 if worker.submit(lambda: None).wait(5) else 1)
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(20)
+    assert process.exitcode == 0
 
 
 def _sum_with_delays(rank: int, world: int, seed: int) -> list[Tensor]:
