@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -15,6 +17,9 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
+# By the default group, whose store forgets nothing as long as it lives: how many groups of a name there were.
+_made: weakref.WeakKeyDictionary[ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+
 
 def new_subgroup(parent: ProcessGroup, ranks: Sequence[int], name: str, timeout: timedelta) -> ProcessGroup:
     """A group of `ranks` (of the default group; some of, or all, `parent`'s), with the parent's backend.
@@ -25,14 +30,15 @@ def new_subgroup(parent: ProcessGroup, ranks: Sequence[int], name: str, timeout:
     """
     default = _get_default_group()
     mine = f"{parent.group_name}/{name}/{'_'.join(map(str, ranks))}"
-    number = sum(other.startswith(f"{mine}/") for other in _world.pg_names.values())
+    made = _made.setdefault(default, Counter())
+    made[mine] += 1
     group, _ = _new_process_group_helper(
         len(ranks),
         ranks.index(default.rank()),
         list(ranks),
         Backend(dist.get_backend(parent)),
         _world.pg_map[default][1],
-        GroupName(f"{mine}/{number}"),
+        GroupName(f"{mine}/{made[mine]}"),
         timeout=timeout,
         group_desc=name,
     )
