@@ -78,7 +78,9 @@ class FlightTransport(ABC):
         if lane is None or lane.num_bytes < num_bytes:
             lane = self._lanes[kind] = Lane(rounded_up(num_bytes), self._first_epoch, self._device)
         while lane.is_short:
-            lane.add(*self.make_buffer(op, kind, lane.num_bytes))
+            # Later calls, and other threads, write to what is made here, whatever the mode of this call.
+            with torch.inference_mode(False):
+                lane.add(*self.make_buffer(op, kind, lane.num_bytes))
         return lane
 
     def starts(self, bounds: Sequence[int]) -> Tensor:

@@ -32,7 +32,9 @@ class _Job:
 
     def _run(self) -> None:
         try:
-            self._work()
+            # The caller may be in this mode, outside of which nobody could write to its views.
+            with torch.inference_mode():
+                self._work()
         except Exception as error:
             self._error = error
 

@@ -218,7 +218,9 @@ class _Carriers:
             )
         key = (device.type, name)
         if key not in self._by_name:
-            transport = self._by_name[key] = _made(self._channel, op, device, name)
+            # It outlives a call in inference mode, whose tensors could not be written to elsewhere.
+            with torch.inference_mode(False):
+                transport = self._by_name[key] = _made(self._channel, op, device, name)
             transport.reason = reason
         return self._by_name[key]
 

@@ -100,6 +100,26 @@ def test_many_calls_of_growing_size_in_a_row(carrier):
         assert used == carrier
 
 
+def run_in_inference_mode(rank, world):
+    group = dist.group.WORLD
+    x, w = torch.randn(4, 6), torch.randn(5, 6)
+    with torch.inference_mode():
+        found = matmul_reduce_scatter(
+            all_gather_matmul(x, w, group=group, method="fused"), w.t(), group=group, method="fused"
+        )
+    # What that has made is used again.
+    x.requires_grad_()
+    y = matmul_reduce_scatter(all_gather_matmul(x, w, group=group, method="fused"), w.t(), group=group, method="fused")
+    y.sum().backward()
+    return found, y.detach()
+
+
+@over_each
+def test_a_group_may_be_used_first_in_inference_mode(carrier):
+    for found, y in run_ranks(2, hostile, carrier, run_in_inference_mode):
+        assert torch.equal(found, y)
+
+
 def test_gradient_flows_through_the_returned_gather():
     check_gathered_gradient("fused")
 
