@@ -13,7 +13,7 @@ from helpers import RankFailure, run_ranks
 
 from fusedcomm import PeerError, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from fusedcomm.comm.c10d import GlooExchange
-from fusedcomm.comm.channel import Channel
+from fusedcomm.comm.channel import Channel, channel_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -134,6 +134,21 @@ def test_a_peer_that_calls_something_else_is_named_on_every_rank(world, name):
         assert isinstance(error, PeerError), error.trace
         for part in MISMATCHES[name][2] + [f"rank {rank} call"]:
             assert part in str(error)
+
+
+def run_long(rank, world, place):
+    words = [f"size {number}" for number in range(200)]
+    words[place] = f"of rank {rank}"
+    with pytest.raises(PeerError, match="call different things") as caught:
+        channel_of(dist.group.WORLD).check_same("op", " ".join(words), torch.device("cpu"))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("place", [0, 100, 199])
+def test_calls_that_differ_anywhere_in_a_long_signature_are_told_apart(place):
+    for message in run_ranks(2, run_long, place):
+        # There is no room for its middle.
+        assert place == 100 or ("of rank 0" in message and "of rank 1" in message)
 
 
 def run_refused(rank, world):

@@ -27,7 +27,10 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from fusedcomm.errors import PeerError
 
 HEADER_BYTES = 512
-_HEADER = struct.Struct(f"<q{HEADER_BYTES - 8}s")
+# The call's number, a hash of its signature, and as much of that as there is room for.
+_TEXT_BYTES = HEADER_BYTES - 12
+_HEADER = struct.Struct(f"<qI{_TEXT_BYTES}s")
+_CUT = b" ... "
 # Headers have a tag of their own, so that payload of any size cannot be taken for one.
 HEADER_TAG = 1
 _REFUSED = "refused: "
@@ -154,7 +157,7 @@ class Channel:
             self.agree_on_device(op, call, signature, device)
 
     def share(self, op: str, text: str) -> dict[int, str]:
-        """Every peer's `text`, of less than `HEADER_BYTES`, over gloo; a call of its own, which all ranks make."""
+        """Every peer's `text`, cut to less than `HEADER_BYTES`, over gloo; a call of its own, which all ranks make."""
         headers = self.announce(op, self.next_call(), text)
         theirs = {peer: _decode(header)[1] for peer, header in headers.receive().items()}
         headers.finish_sends()
@@ -299,13 +302,17 @@ def payload_tag(call: int, signature: str) -> int:
 
 
 def _encode(call: int, signature: str) -> bytearray:
-    # A character that is cut in two is left out.
-    text = signature.encode()[: HEADER_BYTES - 8].decode(errors="ignore")
-    return bytearray(_HEADER.pack(call, text.encode()))
+    text = signature.encode()
+    digest = zlib.crc32(text)
+    if len(text) > _TEXT_BYTES:
+        # A list of many ranks' sizes is what is long, in the middle.
+        half = (_TEXT_BYTES - len(_CUT)) // 2
+        text = text[:half] + _CUT + text[-half:]
+    return bytearray(_HEADER.pack(call, digest, text))
 
 
 def _decode(header: bytearray) -> tuple[int, str]:
-    call, text = _HEADER.unpack(header)
+    call, _, text = _HEADER.unpack(header)
     return call, text.rstrip(b"\0").decode(errors="replace")
 
 
