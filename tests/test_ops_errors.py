@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -13,7 +14,7 @@ from helpers import RankFailure, run_ranks
 
 from fusedcomm import PeerError, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from fusedcomm.comm.c10d import GlooExchange
-from fusedcomm.comm.channel import Channel, channel_of
+from fusedcomm.comm.channel import Channel, calm_gloo, channel_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,6 +67,19 @@ BAD_CALLS = [
 def test_bad_input_is_a_value_error_with_the_numbers(call, message):
     with pytest.raises(ValueError, match=message):
         call(dist.group.WORLD)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have other schedulers elsewhere")
+def test_where_threads_may_not_be_rescheduled_they_stay_as_they_are(monkeypatch):
+    asked = []
+
+    def forbid(thread, *args):
+        asked.append(thread)
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setscheduler", forbid)
+    calm_gloo()
+    assert asked
 
 
 def run_fused(rank, world):

@@ -285,14 +285,14 @@ def calm_gloo() -> None:
 
     On a core shared with the rank's other threads such a thread wakes up while its waker still holds the connection's
     lock, and spins on it to the end of the scheduler's tick: 4 ms in which the rank neither computes nor sends. As
-    batch threads they run a moment later. It needs no privileges.
+    batch threads they run a moment later. It needs no privileges, as a rule.
     """
     for thread in Path("/proc/self/task").iterdir():
         try:
             if (thread / "comm").read_text().strip() == "gloo_tcp_loop":
                 os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
-        except (FileNotFoundError, ProcessLookupError):
-            # It ended meanwhile.
+        except OSError:
+            # It ended meanwhile, or may not be changed: a sandbox forbids it, or an idle process that is nice as well.
             continue
 
 
