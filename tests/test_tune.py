@@ -23,7 +23,7 @@ from fusedcomm.ops.all_gather_matmul import _forward as gather_forward
 from fusedcomm.ops.chunked import Call
 from fusedcomm.ops.matmul_reduce_scatter import _forward as scatter_forward
 from fusedcomm.tune import cache, propose_sizes
-from fusedcomm.tune.cache import Tuner
+from fusedcomm.tune.cache import Tuner, fastest
 from fusedcomm.tune.cost import (
     Choice,
     Link,
@@ -208,6 +208,41 @@ def test_the_fastest_is_chosen_by_all_ranks_and_remembered(name, tmp_path):
         assert same
     assert results[0][0] == results[1][0]
     assert len(list(tmp_path.iterdir())) == 1
+
+
+SERIAL, TWO, FOUR = Choice("serial", 1, ""), Choice("chunked", 2, ""), Choice("chunked", 4, "")
+
+
+@pytest.mark.parametrize(
+    ("rounds", "method", "num_chunks"),
+    [
+        ([(1.0, 0.8, 0.7)] * 3, "chunked", 4),
+        # Long calls are timed once.
+        ([(10.0, 9.0, 11.0)], "chunked", 2),
+        ([(1.0, 0.98, 1.1)] * 3, "serial", 1),
+        # By luck: in the middle it is faster, but a third of the rounds say otherwise.
+        ([(1.0, 0.9, 2.0), (1.1, 0.95, 2.0), (1.0, 1.3, 2.0)], "serial", 1),
+        # A single round that is late is luck too.
+        ([(1.0, 0.8, 2.0)] * 11 + [(1.0, 5.0, 2.0)], "chunked", 2),
+    ],
+)
+def test_what_overlaps_is_taken_if_most_rounds_say_so(rounds, method, num_chunks):
+    choice = fastest([SERIAL, TWO, FOUR], rounds)
+    assert (choice.method, choice.num_chunks) == (method, num_chunks)
+
+
+def test_what_is_as_fast_as_serial_is_hardly_ever_taken():
+    """Times of a tiny call on a busy machine: a few tenths more or less, and now and then several times as much."""
+    generator = torch.Generator().manual_seed(0)
+
+    def taken(factor: float) -> int:
+        times = (0.25 * torch.randn(200, cache._num_rounds(5e-4), 2, generator=generator)).exp()
+        times *= 1 + 3 * (torch.rand(times.shape, generator=generator) < 0.05)
+        times[..., 1] *= factor
+        return sum(fastest([SERIAL, TWO], rounds).method == "chunked" for rounds in times.tolist())
+
+    assert taken(1.0) <= 10
+    assert taken(0.6) >= 190
 
 
 def run_differing(rank, world, folder):
