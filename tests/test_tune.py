@@ -266,6 +266,37 @@ def test_ranks_that_remember_different_things_time_again_and_agree(tmp_path):
         assert second[:2] == ("chunked", 3)
 
 
+def run_backwards(rank, world, folder):
+    """How many kinds of backward calls were timed after each of several calls on tensors of the same shapes."""
+    os.environ["FUSEDCOMM_CACHE"] = folder
+    timed, counts = [], []
+
+    def time_none(self, options, *rest):
+        timed.append(options)
+        return options[0]
+
+    with patch.object(Tuner, "_time", time_none):
+        for op, options in (
+            (all_gather_matmul, {}),
+            (all_gather_matmul, {"save": "gathered"}),
+            (matmul_reduce_scatter, {}),
+        ):
+            for x_needs, w_needs in ((True, True), (False, True), (True, False), (True, True)):
+                x, w = torch.ones(128, 8, requires_grad=x_needs), torch.ones(8, 8, requires_grad=w_needs)
+                y = op(x, w, group=dist.group.WORLD, **options)
+                timed.clear()
+                y.sum().backward()
+                counts.append(len(timed))
+    return counts
+
+
+def test_what_backward_has_to_do_makes_its_kind(tmp_path):
+    """With nothing to hide `serial` is as good, which says nothing about a layer of the same shapes."""
+    for counts in run_ranks(2, run_backwards, str(tmp_path)):
+        # Where the input was kept, or needs no dw, dx is all that travels.
+        assert counts == [1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 1, 0]
+
+
 WAYS = [
     Choice("serial", 1, ""),
     *(Choice("chunked", count, "", direction) for direction in ("pairs", "ring", "both_ways") for count in range(1, 5)),

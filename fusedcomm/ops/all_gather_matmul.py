@@ -202,7 +202,8 @@ def _backward(
 
     features = [w.shape[0] for w in weights]
     ways = GATHER_DIRECTIONS if regather else ()
-    return run_backward(method, _OP, group, sizes, saved, features, run, sink, directions=ways)
+    needs = {"dx": need_x, "gather": regather}
+    return run_backward(method, _OP, group, sizes, saved, features, run, sink, needs=needs, directions=ways)
 
 
 def begin_backward(

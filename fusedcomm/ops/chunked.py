@@ -7,7 +7,7 @@ but hands all rows over at once: it is the baseline that overlap is measured aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -88,16 +88,18 @@ def run_by(
     run: Callable[[Call], Result],
     *,
     directions: Sequence[Direction] = (),
+    work: Sequence[str] = (),
     trial: Callable[[Call], object] | None = None,
 ) -> Result:
     """Settle with the group how the call is to run, note that, and run it.
 
     What travels is `[rows, *travel]`, of `like`'s dtype; `local` are the GEMMs' other features, which may differ from
-    rank to rank. `directions` are those that rows could take instead of pairs. `trial` runs the call while ways are
-    timed, if that must not do all that `run` does.
+    rank to rank. `directions` are those that rows could take instead of pairs. `work` names what the call does, if not
+    all calls of the op do the same. `trial` runs the call while ways are timed, if that must not do all that `run`
+    does.
     """
     rows = sum(sizes) * travel[0]
-    shapes = f"{list(sizes)} x {list(travel)} {str(like.dtype).removeprefix('torch.')}"
+    shapes = " ".join([f"{list(sizes)} x {list(travel)} {str(like.dtype).removeprefix('torch.')}", *work])
     call_of = partial(new_call, op, group, tuple(sizes), like)
     choice = tuner_of(group).choose(
         op,
@@ -127,11 +129,13 @@ def run_backward(
     run: Callable[[Call, Sink], Result],
     sink: Sink,
     *,
+    needs: Mapping[str, bool],
     directions: Sequence[Direction] = (),
 ) -> Result:
     """`run_by` for the backward of an op on rows like `like` [rows of this rank, lead, features].
 
-    `sink` takes the weights' gradients of the call itself, and another one those of calls that are only timed.
+    `sink` takes the weights' gradients of the call itself, and another one those of calls that are only timed. `needs`
+    says what else it may have to do: without dx there may be nothing to hide.
     """
 
     def into(sink: Sink, call: Call) -> Result:
@@ -149,6 +153,7 @@ def run_backward(
         local,
         partial(into, sink),
         directions=directions,
+        work=[name for name, needed in (*needs.items(), ("dw", sink.is_needed)) if needed],
         trial=lambda call: into(sink.for_trial(), call),
     )
 

@@ -152,8 +152,9 @@ def _backward(
         gather = Gather(call, grad, keep=False)
         return multiply_gathered_gradient(gather, xs, w, input_activation, need_x=need_x, sink=sink)
 
-    features = w.shape[1:]
-    return run_backward(method, _OP, group, sizes, grad, features, run, sink, directions=GATHER_DIRECTIONS)
+    features, needs = w.shape[1:], {"dx": need_x}
+    ways = GATHER_DIRECTIONS
+    return run_backward(method, _OP, group, sizes, grad, features, run, sink, needs=needs, directions=ways)
 
 
 def multiply_gathered_gradient(
