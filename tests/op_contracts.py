@@ -38,6 +38,17 @@ def _opcheck(rank, world, method):
         (ops.matmul_reduce_scatter.default, ([x], w[0], None, name, "gelu", [1, 4], method)),
         (ops.matmul_reduce_scatter.default, ([x, x.detach() + 1], w[0], None, name, "swiglu", [1, 4], method)),
     ]
+    # Their results are contiguous, whatever the inputs are.
+    x, transposed = torch.randn(2, 5, 6).transpose(0, 1), torch.randn(6, 3).t()
+    dy, own = torch.randn(10, 2, 3), torch.randn((3, 2)[rank], 2, 3)
+    for needs in ((True, True), (False, True), (True, False)):
+        checks += [
+            (
+                ops.all_gather_matmul_backward.default,
+                ([dy], None, x, [transposed], name, [5, 5], "shard", method, *needs),
+            ),
+            (ops.matmul_reduce_scatter_backward.default, (own, [x], transposed, name, None, [3, 2], method, *needs)),
+        ]
     return [torch.library.opcheck(op, args) for op, args in checks]
 
 

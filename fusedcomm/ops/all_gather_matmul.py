@@ -318,7 +318,7 @@ def _backward_op(
 def _(grads, grad_full, saved, weights, group_name, sizes, save, method, need_x, need_w):
     rank = group_named(group_name).rank()
     dx = saved.new_empty(sizes[rank], *saved.shape[1:]) if need_x else saved.new_empty(0)
-    return [dx] + [torch.empty_like(w) if need_w else saved.new_empty(0) for w in weights]
+    return [dx] + [saved.new_empty(w.shape if need_w else 0) for w in weights]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
