@@ -152,6 +152,8 @@ def run_refused(rank, world):
         partial(begin_matmul_reduce_scatter, x, w if rank else torch.ones(5, 7), group=group),
         partial(begin_matmul_reduce_scatter, x, w, group=group, sizes=[4] * world),
         partial(begin_all_gather_matmul, x, [w], group=group, method="quick"),
+        partial(begin_all_gather_matmul, x, [w, w], group=group, biases=[torch.ones(5)]),
+        partial(begin_all_gather_matmul, x, [w], group=group, save="all"),
     ]
     messages = []
     for call in calls:
@@ -171,6 +173,8 @@ def test_a_refused_call_reaches_the_peer_and_leaves_the_group_usable():
         assert all("w_shard has K=7" in message for message in messages[:2])
         assert "sum to 8 rows but x has 4" in messages[2]
         assert "method='quick' is unknown" in messages[3]
+        assert "1 biases for 2 weights" in messages[4]
+        assert "save='all' is unknown" in messages[5]
         assert y == [0.0, 1.0]
 
 

@@ -165,24 +165,31 @@ def test_calls_that_differ_anywhere_in_a_long_signature_are_told_apart(place):
         assert place == 100 or ("of rank 0" in message and "of rank 1" in message)
 
 
-def run_refused(rank, world):
+WRONG = {
+    "weight": ({"w_shard": torch.randn(5, 7)}, "w_shard has K=7 but x_shard has K=6"),
+    "bias": ({"bias": [None, None]}, "2 biases for 1 weights"),
+}
+
+
+def run_refused(rank, world, name):
     group = dist.group.WORLD
     messages = []
     # First rank 1 alone refuses its input, then all ranks do; the call after that must be right.
     for bad_ranks in ({1}, set(range(world))):
         try:
-            all_gather_matmul(X, torch.randn(5, 7) if rank in bad_ranks else W, group=group)
+            all_gather_matmul(X, group=group, **({"w_shard": W} | (WRONG[name][0] if rank in bad_ranks else {})))
         except (ValueError, PeerError) as error:
             messages.append(f"{type(error).__name__}: {error}")
     y = all_gather_matmul(torch.full((1, 2), float(rank)), torch.eye(2), group=group)
     return messages, y[:, 0].tolist()
 
 
-def test_a_refused_call_reaches_the_peers_and_leaves_the_group_usable():
-    for rank, (messages, y) in enumerate(run_ranks(3, run_refused)):
+@pytest.mark.parametrize("name", WRONG)
+def test_a_refused_call_reaches_the_peers_and_leaves_the_group_usable(name):
+    for rank, (messages, y) in enumerate(run_ranks(3, run_refused, name)):
         alone, together = messages
-        assert "w_shard has K=7 but x_shard has K=6" in alone
-        assert alone.startswith("ValueError" if rank == 1 else "PeerError: all_gather_matmul: rank 1 refused")
+        told = "ValueError: " if rank == 1 else "PeerError: all_gather_matmul: rank 1 refused: "
+        assert alone.startswith(f"{told}all_gather_matmul: {WRONG[name][1]}")
         assert together.startswith("ValueError")
         assert y == [0.0, 1.0, 2.0]
 

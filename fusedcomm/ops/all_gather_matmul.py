@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from fusedcomm.comm.channel import group_named
 from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.ops.activation import Activation, activate, check_activation
-from fusedcomm.ops.check import check_matrix_inputs, check_sizes, refusing, row_dim
+from fusedcomm.ops.check import check_matrix_inputs, check_save, check_sizes, refusing, row_dim
 from fusedcomm.ops.chunked import GATHER_DIRECTIONS, Call, Gather, Scatter, flat, run_backward, run_by
 from fusedcomm.ops.wgrad import DeferWgrad, Sink, WeightGradient, check_defer, local_linear
 from fusedcomm.tune.cost import check_method
@@ -72,9 +72,9 @@ def all_gather_matmul(
     Deep Learning Models", ASPLOS 2023.
     """
     weights = [w_shard] if isinstance(w_shard, Tensor) else list(w_shard)
-    biases = _as_biases(bias, weights)
     world = group.size()
     with refusing(_OP, group):
+        biases = as_biases(bias, weights)
         check_matrix_inputs(_OP, "x_shard", x_shard, weights, biases)
         dim = row_dim(_OP, dim, x_shard.dim())
         rows = x_shard.shape[dim]
@@ -82,8 +82,7 @@ def all_gather_matmul(
         check_sizes(_OP, sizes, world, group.rank(), shard=rows, full=None)
         check_defer(_OP, defer_wgrad)
         check_method(method)
-        if save not in ("shard", "gathered"):
-            raise ValueError(f"{_OP}: save={save!r} is unknown; use 'shard' or 'gathered'")
+        check_save(_OP, save)
         check_activation(_OP, activation)
         if activation == "swiglu" and (len(weights) != 2 or weights[0].shape != weights[1].shape):
             shapes = [list(w.shape) for w in weights]
@@ -116,7 +115,7 @@ def all_gather_matmul(
     return result, gathered.reshape(sum(sizes), *lead, gathered.shape[-1]).movedim(0, dim)
 
 
-def _as_biases(bias: Tensor | Sequence[Tensor | None] | None, weights: Sequence[Tensor]) -> list[Tensor]:
+def as_biases(bias: Tensor | Sequence[Tensor | None] | None, weights: Sequence[Tensor]) -> list[Tensor]:
     """One bias per weight, or none at all; a missing one among others is zero."""
     if bias is None:
         return []

@@ -20,9 +20,9 @@ from torch.distributed import ProcessGroup
 from fusedcomm.comm.record import Path, note_path
 from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.ops.activation import Activation, activate
-from fusedcomm.ops.all_gather_matmul import Save
+from fusedcomm.ops.all_gather_matmul import Save, as_biases
 from fusedcomm.ops.begun import FusedGatherParts, FusedScatterParts, GatherParts, ScatterParts
-from fusedcomm.ops.check import check_matrix_inputs, check_sizes, refusing
+from fusedcomm.ops.check import check_matrix_inputs, check_save, check_sizes, refusing
 from fusedcomm.ops.chunked import Call, new_call
 from fusedcomm.ops.matmul_reduce_scatter import check_inputs
 from fusedcomm.ops.wgrad import DeferWgrad, Sink, local_linear
@@ -34,7 +34,7 @@ def begin_all_gather_matmul(
     weights: Sequence[Tensor],
     *,
     group: ProcessGroup,
-    biases: Sequence[Tensor] = (),
+    biases: Sequence[Tensor | None] = (),
     sizes: Sequence[int] | None = None,
     save: Save = "shard",
     defer_wgrad: DeferWgrad | None = None,
@@ -51,10 +51,12 @@ def begin_all_gather_matmul(
     op = "all_gather_matmul"
     world = group.size()
     with refusing(op, group):
+        biases = as_biases(list(biases) or None, weights)
         check_matrix_inputs(op, "x_shard", x_shard, weights, biases)
         rows = x_shard.shape[0]
         sizes = [rows] * world if sizes is None else [int(size) for size in sizes]
         check_sizes(op, sizes, world, group.rank(), shard=rows, full=None)
+        check_save(op, save)
         _check_run(op, method)
     lead = x_shard.shape[1:-1]
     x = x_shard.reshape(rows, prod(lead), x_shard.shape[-1])

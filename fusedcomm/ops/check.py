@@ -25,7 +25,7 @@ def refusing(op: str, group: ProcessGroup) -> Iterator[None]:
         if group.size() > 1 and not torch.compiler.is_compiling():
             # Over NCCL a lone message would hang: there the peers' own check, or the watchdog, ends the call.
             if has_gloo(group):
-                channel_of(group).refuse(op, str(error))
+                channel_of(group).refuse(op, str(error).removeprefix(f"{op}: "))
         raise
 
 
@@ -55,6 +55,11 @@ def check_matrix_inputs(op: str, x_name: str, x: Tensor, weights: Sequence[Tenso
                 f"{op}: bias has shape {list(b.shape)} but its weight has N={weights[index].shape[0]}; a bias is [N]"
             )
         _check_alike(op, x_name, x, "bias", b)
+
+
+def check_save(op: str, save: str) -> None:
+    if save not in ("shard", "gathered"):
+        raise ValueError(f"{op}: save={save!r} is unknown; use 'shard' or 'gathered'")
 
 
 def check_fused_dtype(op: str, dtype: torch.dtype) -> None:
