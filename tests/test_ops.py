@@ -24,6 +24,13 @@ from op_cases import (
 from op_contracts import check_compiled, check_gathered_gradient, check_opcheck, check_sink_that_raises
 
 from fusedcomm import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, recording
+from fusedcomm.ops import (
+    all_gather,
+    all_to_all,
+    begin_all_gather_matmul,
+    begin_matmul_reduce_scatter,
+    reduce_scatter,
+)
 from fusedcomm.tune.cost import chunked
 
 # A run on real ranks takes milliseconds to seconds, whatever the input: no deadline, and nothing to call slow.
@@ -194,3 +201,70 @@ def test_compiles_without_graph_breaks_to_the_same_bits():
 @pytest.mark.parametrize("method", ["serial", "chunked"])
 def test_what_takes_gradients_may_raise(method):
     check_sink_that_raises(method)
+
+
+def run_twice_differentiated(rank, world):
+    group = dist.group.WORLD
+    x, w = torch.randn(6, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+
+    def take(weight, gradient):
+        gradient.kept()
+
+    both = {"group": group}
+    calls = [
+        lambda: all_gather_matmul(x, w, **both),
+        lambda: all_gather_matmul(x, w, activation="gelu", defer_wgrad=take, **both),
+        lambda: matmul_reduce_scatter(x, w, **both),
+        lambda: matmul_reduce_scatter(x, w, defer_wgrad=take, **both),
+        lambda: matmul_all_reduce(x, w, **both),
+        lambda: matmul_all_reduce(x, w, defer_wgrad=take, **both),
+        lambda: begin_all_gather_matmul(x, [w], **both)()[0],
+        lambda: begin_matmul_reduce_scatter(x, w, **both)(),
+    ]
+    found = []
+    for call in calls:
+        (plain,) = torch.autograd.grad(call().square().sum(), x)
+        (grad,) = torch.autograd.grad(call().square().sum(), x, create_graph=True)
+        message = ""
+        try:
+            grad.square().sum().backward()
+        except RuntimeError as error:
+            message = str(error)
+        found.append((torch.equal(plain, grad), message))
+    return found
+
+
+def test_second_derivatives_of_products_are_refused_and_leave_the_group_usable():
+    """They depend on what only the peers know."""
+    for found in run_ranks(2, run_twice_differentiated):
+        for first_is_right, message in found:
+            assert first_is_right
+            assert "only first derivatives" in message or "no autograd formula was registered" in message
+
+
+def run_resharded(rank, world):
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    sizes = {"gather_sizes": [6] * world, "scatter_sizes": [4 - world + 1] + [1] * (world - 1)}
+    moves = [
+        lambda: all_gather(x, group=dist.group.WORLD),
+        lambda: reduce_scatter(x, group=dist.group.WORLD),
+        lambda: all_to_all(x, group=dist.group.WORLD, gather_dim=0, scatter_dim=1, **sizes),
+    ]
+    found = []
+    for move in moves:
+        # The loss is the sum of all ranks' sums of cubes.
+        (grad,) = torch.autograd.grad((move() ** 3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(grad.sum(), x)
+        found.append(second)
+    return x.detach(), found
+
+
+def test_moves_are_differentiable_twice():
+    replies = run_ranks(3, run_resharded)
+    total = sum(x for x, _ in replies)
+    for x, (gathered, scattered, moved) in replies:
+        # Of a gather every rank has a copy, and so does each copy's gradient.
+        torch.testing.assert_close(gathered, 3 * 6 * x)
+        # Every summand's gradient is that of the sum, on which all summands bear.
+        torch.testing.assert_close(scattered, 3 * 6 * total)
+        torch.testing.assert_close(moved, 6 * x)

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from fusedcomm.ops.check import differentiable_once
+
 # gelu in its tanh form; swiglu takes two tensors.
 Activation = Literal["gelu", "silu", "swiglu"]
 
@@ -60,6 +62,7 @@ class _Activate(Function):
         return F.silu(inputs[0]).mul_(inputs[1]) if activation == "swiglu" else _compute(activation, inputs)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         # Once: checkpointing gives them out a single time.
         inputs = ctx.saved_tensors

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from fusedcomm.comm.channel import group_named
 from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.ops.activation import Activation, activate, check_activation
-from fusedcomm.ops.check import check_matrix_inputs, check_save, check_sizes, refusing, row_dim
+from fusedcomm.ops.check import check_matrix_inputs, check_save, check_sizes, differentiable_once, refusing, row_dim
 from fusedcomm.ops.chunked import GATHER_DIRECTIONS, Call, Gather, Scatter, flat, run_backward, run_by
 from fusedcomm.ops.wgrad import DeferWgrad, Sink, WeightGradient, check_defer, local_linear
 from fusedcomm.tune.cost import check_method
@@ -378,6 +378,7 @@ class _DeferredAllGatherMatmul(Function):
         return tuple(outputs)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, grad_full: Tensor, *grads: Tensor) -> Any:
         saved, *weights = ctx.saved_tensors
         dx = _backward(

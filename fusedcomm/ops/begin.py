@@ -22,7 +22,7 @@ from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.ops.activation import Activation, activate
 from fusedcomm.ops.all_gather_matmul import Save, as_biases
 from fusedcomm.ops.begun import FusedGatherParts, FusedScatterParts, GatherParts, ScatterParts
-from fusedcomm.ops.check import check_matrix_inputs, check_save, check_sizes, refusing
+from fusedcomm.ops.check import check_matrix_inputs, check_save, check_sizes, differentiable_once, refusing
 from fusedcomm.ops.chunked import Call, new_call
 from fusedcomm.ops.matmul_reduce_scatter import check_inputs
 from fusedcomm.ops.wgrad import DeferWgrad, Sink, local_linear
@@ -146,6 +146,7 @@ class _BeginGather(Function):
         return x.new_empty(0)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, _: Tensor) -> Any:
         return ctx.parts.finish_backward(), None
 
@@ -168,6 +169,7 @@ class _FinishGather(Function):
         return tuple(results)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> Any:
         saved, *weights = ctx.saved_tensors
         grads = tuple(grad.contiguous() for grad in grads)
@@ -188,6 +190,7 @@ class _BeginScatter(Function):
         return w.new_empty(0)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, _: Tensor) -> Any:
         w, *xs = ctx.saved_tensors
         need_w, _, _, *need_xs = ctx.needs_input_grad
@@ -204,6 +207,7 @@ class _FinishScatter(Function):
         return parts.finish(bias)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> Any:
         if ctx.needs_input_grad[0]:
             ctx.parts.begin_backward(grad)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from fusedcomm.comm.channel import channel_of, has_gloo
@@ -105,4 +108,35 @@ def check_sizes(op: str, sizes: Sequence[int], world: int, rank: int, *, shard: 
     if full is not None and sum(sizes) != full:
         raise ValueError(
             f"{op}: sizes={list(sizes)} sum to {sum(sizes)} rows but x has {full} along dim; they must agree"
+        )
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """An op's backward, whose results raise a RuntimeError where their own gradients are asked for.
+
+    They depend on peers' tensors, of which autograd knows nothing here. torch's `once_differentiable` lets results pass
+    as constants where `dy` is one, though they depend on the saved tensors.
+    """
+
+    @wraps(backward)
+    def once(ctx: Any, *grads: Any) -> Any:
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return results
+        return tuple(None if r is None else _NotTwice.apply(r.detach().requires_grad_(), *grads) for r in results)
+
+    return once
+
+
+class _NotTwice(Function):
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, *grads: Tensor) -> Tensor:
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError(
+            "fusedcomm: the backward of an op was to be differentiated, but only first derivatives are computed; leave "
+            "its gradients out of what is differentiated again, or compute that part without fusedcomm's ops"
         )

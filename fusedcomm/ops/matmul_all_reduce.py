@@ -15,7 +15,7 @@ from fusedcomm.comm.pool import STAGING
 from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.comm.ring import Chunk, Step, all_reduce_blocks, chunk_sizes
 from fusedcomm.comm.transport import open_exchange
-from fusedcomm.ops.check import check_matrix_inputs, refusing
+from fusedcomm.ops.check import check_matrix_inputs, differentiable_once, refusing
 from fusedcomm.ops.chunked import Call, ordered_sum, run_by
 from fusedcomm.ops.wgrad import DeferWgrad, WeightGradient, check_defer, local_linear
 from fusedcomm.tune.cost import check_method
@@ -267,6 +267,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x, w)
 
 
+@differentiable_once
 def _autograd(ctx: Any, grad: Tensor) -> Any:
     x, w = ctx.saved_tensors
     need_x, need_w, need_b, *_ = ctx.needs_input_grad
@@ -297,6 +298,7 @@ class _DeferredMatmulAllReduce(Function):
         return _forward_op(x, w, bias, group.group_name, method)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, w = ctx.saved_tensors
         if ctx.weight.requires_grad:

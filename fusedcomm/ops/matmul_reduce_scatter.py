@@ -15,7 +15,7 @@ from fusedcomm.comm.channel import group_named
 from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.ops.activation import Activation, activate, check_activation, differentiate
-from fusedcomm.ops.check import check_matrix_inputs, check_sizes, refusing, row_dim
+from fusedcomm.ops.check import check_matrix_inputs, check_sizes, differentiable_once, refusing, row_dim
 from fusedcomm.ops.chunked import GATHER_DIRECTIONS, Call, Gather, Scatter, flat, run_backward, run_by
 from fusedcomm.ops.wgrad import DeferWgrad, Sink, WeightGradient, add_product, check_defer, local_linear
 from fusedcomm.tune.cost import check_method
@@ -326,6 +326,7 @@ class _DeferredMatmulReduceScatter(Function):
         return _forward_op(xs, w, bias, group.group_name, input_activation, sizes, method)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> Any:
         w, *xs = ctx.saved_tensors
         need_x = any(ctx.needs_input_grad[7:])

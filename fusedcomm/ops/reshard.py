@@ -1,4 +1,4 @@
-"""Moving activations between layouts without a GEMM: differentiable, for shards of any size.
+"""Moving activations between layouts without a GEMM: differentiable any number of times, for shards of any size.
 
 `all_gather` and `reduce_scatter` are each other's backward, as are the two directions of `all_to_all`.
 """
@@ -100,7 +100,7 @@ class _AllGather(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _scatter_rows(grad, ctx.group, ctx.sizes), None, None
+        return _ReduceScatter.apply(grad, ctx.group, ctx.sizes), None, None
 
 
 class _ReduceScatter(Function):
@@ -111,7 +111,7 @@ class _ReduceScatter(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _gather_rows(grad, ctx.group, ctx.sizes), None, None
+        return _AllGather.apply(grad, ctx.group, ctx.sizes), None, None
 
 
 class _AllToAll(Function):
@@ -131,7 +131,7 @@ class _AllToAll(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _swap(grad, ctx.group, *ctx.reverse), None, None, None, None, None
+        return _AllToAll.apply(grad, ctx.group, *ctx.reverse), None, None, None, None, None
 
 
 def _swap(

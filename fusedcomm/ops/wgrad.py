@@ -12,6 +12,7 @@ from torch.autograd import Function
 
 from fusedcomm.comm.record import span
 from fusedcomm.ops.activation import Activation, activate
+from fusedcomm.ops.check import differentiable_once
 
 
 class LentRows(Protocol):
@@ -159,6 +160,7 @@ class _DeferredLinear(Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         if ctx.weight.requires_grad:
