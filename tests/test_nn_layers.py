@@ -300,6 +300,8 @@ def raise_by_name(rank, world, name):
         "heads over kv_heads": lambda: Attention(48, 4, 3, tp=tp),
         "ffn": lambda: MLP(8, 9, tp=tp),
         "mlp hidden": lambda: MLP(9, 8, tp=tp, split_dim=0),
+        "mlp activation": lambda: MLP(8, 8, tp=tp, split_dim=0, activation="relu"),
+        "mlp split_dim": lambda: MLP(8, 8, tp=tp, split_dim=2),
         "token": lambda: VocabParallelEmbedding(12, 4, tp=tp)(tokens),
         "token dtype": lambda: VocabParallelEmbedding(12, 4, tp=tp)(tokens.float()),
         "positions": lambda: LearnedPositions(3, 4, tp=tp)(torch.zeros(2, 1, 4), (2, 2)),
@@ -357,6 +359,8 @@ def raise_by_name(rank, world, name):
             "MLP: hidden=9 over tp=2 ranks leaves 1; it must divide; "
             "split_dim=0 splits the hidden features: choose another tp",
         ),
+        ("mlp activation", "MLP: activation='relu' is unknown; use 'gelu', 'silu' or 'swiglu'"),
+        ("mlp split_dim", "MLP: split_dim=2 is unknown; use 1 (inner features) or 0 (outer ones)"),
         (
             "token",
             "VocabParallelEmbedding: token 12 at [1, 0]; it must be in 0..11; "

@@ -12,7 +12,7 @@ from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.nn.layout import TensorParallel, check_divides
 from fusedcomm.nn.linear import ColumnParallelLinear, RowParallelLinear
 from fusedcomm.nn.turns import Steps
-from fusedcomm.ops.activation import Activation, activate
+from fusedcomm.ops.activation import Activation, activate, check_activation
 from fusedcomm.ops.reshard import all_to_all
 
 
@@ -45,6 +45,7 @@ class MLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_activation("MLP", activation)
         check_mlp("MLP", hidden, ffn_hidden, split_dim, tp.size)
         self.tp = tp
         self.activation: Activation = activation
@@ -90,6 +91,8 @@ class MLP(nn.Module):
 
 def check_mlp(where: str, hidden: int, ffn_hidden: int, split_dim: int, tp_size: int) -> None:
     """The split features divide."""
+    if split_dim not in (0, 1):
+        raise ValueError(f"{where}: split_dim={split_dim!r} is unknown; use 1 (inner features) or 0 (outer ones)")
     if split_dim == 1:
         remedy = "choose another ffn_hidden or tp, or split_dim=0"
         check_divides(where, "ffn_hidden", ffn_hidden, tp_size, remedy)
