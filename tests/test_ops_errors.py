@@ -15,6 +15,7 @@ from helpers import RankFailure, run_ranks
 from fusedcomm import PeerError, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from fusedcomm.comm.c10d import GlooExchange
 from fusedcomm.comm.channel import Channel, calm_gloo, channel_of
+from fusedcomm.ops import reduce_scatter
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,6 +56,8 @@ BAD_CALLS = [
     (lambda g: matmul_reduce_scatter(X, torch.randn(5, 7), group=g), "w_shard has K=7 but x has K=6"),
     (lambda g: matmul_reduce_scatter(X, W, group=g, sizes=[3]), r"sum to 3 rows but x has 4"),
     (lambda g: matmul_reduce_scatter(X, W, group=g, dim=1), "dim=1 is the last one"),
+    # In fp32, in which sums are taken, it would be rounded.
+    (lambda g: reduce_scatter(X.long(), group=g), "reduce_scatter: x has dtype torch.int64"),
     (lambda g: matmul_reduce_scatter(X, W, group=g, input_activation="relu"), "activation='relu' is unknown"),
     (
         lambda g: matmul_reduce_scatter([X, X], W, group=g),

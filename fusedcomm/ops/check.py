@@ -34,10 +34,7 @@ def refusing(op: str, group: ProcessGroup) -> Iterator[None]:
 
 def check_matrix_inputs(op: str, x_name: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
     """One dtype and device; `x [..., K]`, every weight `[N, K]`, every bias `[N]`."""
-    if x.dtype not in DTYPES:
-        raise ValueError(
-            f"{op}: {x_name} has dtype {x.dtype}; the ops compute in float32, bfloat16, float16 or float64"
-        )
+    check_dtype(op, x_name, x)
     if x.dim() < 2:
         raise ValueError(f"{op}: {x_name} has shape {list(x.shape)}; it needs rows and features, at least 2 dimensions")
     if not weights:
@@ -58,6 +55,11 @@ def check_matrix_inputs(op: str, x_name: str, x: Tensor, weights: Sequence[Tenso
                 f"{op}: bias has shape {list(b.shape)} but its weight has N={weights[index].shape[0]}; a bias is [N]"
             )
         _check_alike(op, x_name, x, "bias", b)
+
+
+def check_dtype(op: str, name: str, x: Tensor) -> None:
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{op}: {name} has dtype {x.dtype}; the ops compute in float32, bfloat16, float16 or float64")
 
 
 def check_save(op: str, save: str) -> None:

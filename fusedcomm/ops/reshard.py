@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from fusedcomm.comm.ring import chunk_sizes
-from fusedcomm.ops.check import check_sizes, refusing, row_dim
+from fusedcomm.ops.check import check_dtype, check_sizes, refusing, row_dim
 from fusedcomm.ops.chunked import Call, Gather, Scatter
 from fusedcomm.tune.cost import Choice
 
@@ -43,6 +43,7 @@ def reduce_scatter(x: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: Seque
     `sizes=None` cuts as `torch.chunk` would. Backward is `all_gather`. Errors as `matmul_reduce_scatter`.
     """
     with refusing("reduce_scatter", group):
+        check_dtype("reduce_scatter", "x", x)
         dim = row_dim("reduce_scatter", dim, x.dim())
         if sizes is None:
             sizes = chunk_sizes(x.shape[dim], group.size())
