@@ -266,6 +266,19 @@ def test_ranks_that_remember_different_things_time_again_and_agree(tmp_path):
         assert second[:2] == ("chunked", 3)
 
 
+def run_homeless(rank, world):
+    # As in a container whose user has no name.
+    with (
+        patch.dict(os.environ, {"FUSEDCOMM_CACHE": "", "XDG_CACHE_HOME": ""}),
+        patch.object(Path, "home", side_effect=RuntimeError("Could not determine home directory.")),
+    ):
+        return all_gather_matmul(torch.ones(64, 3), torch.ones(2, 3), group=dist.group.WORLD).unique().tolist()
+
+
+def test_without_a_home_nothing_is_remembered():
+    assert run_ranks(2, run_homeless) == [[3.0]] * 2
+
+
 def run_backwards(rank, world, folder):
     """How many kinds of backward calls were timed after each of several calls on tensors of the same shapes."""
     os.environ["FUSEDCOMM_CACHE"] = folder

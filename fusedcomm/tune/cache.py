@@ -123,15 +123,15 @@ class Tuner:
             return ""
 
     def _agree(self, key: str, link: _Link, timed: Callable[[], Choice]) -> Choice:
-        path = _cache_path(f"{key}; hosts {link.nodes}")
+        key = f"{key}; hosts {link.nodes}"
         found: list[Any] = [None] * self._channel.world
-        dist.all_gather_object(found, _read(path), group=self._channel.group)
+        dist.all_gather_object(found, _read(key), group=self._channel.group)
         if found[0] is not None and all(other == found[0] for other in found):
             choice, mbit_per_s = found[0]
             if 1 / _SAME_RATE < mbit_per_s / link.mbit_per_s < _SAME_RATE:
                 return choice
         choice = timed()
-        _write(path, choice, link.mbit_per_s)
+        _write(key, choice, link.mbit_per_s)
         return choice
 
     def _time(
@@ -214,32 +214,34 @@ def tuner_of(group: ProcessGroup) -> Tuner:
 
 
 def _cache_path(key: str) -> Path:
+    """RuntimeError where neither a folder is named nor the user has a home."""
     from fusedcomm import __version__
 
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} x{os.cpu_count()}"
     whole = f"{key}; {machine}, {torch.get_num_threads()} threads; torch {torch.__version__}, fusedcomm {__version__}"
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusedcomm"
-    return (
-        Path(os.environ.get("FUSEDCOMM_CACHE") or default) / f"{hashlib.sha256(whole.encode()).hexdigest()[:32]}.json"
-    )
+    folder = os.environ.get("FUSEDCOMM_CACHE")
+    if not folder:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusedcomm"
+    return Path(folder) / f"{hashlib.sha256(whole.encode()).hexdigest()[:32]}.json"
 
 
-def _read(path: Path) -> tuple[Choice, float] | None:
+def _read(key: str) -> tuple[Choice, float] | None:
     try:
-        entry = json.loads(path.read_text())
+        entry = json.loads(_cache_path(key).read_text())
         choice = Choice(**entry["choice"])
         return replace(choice, nodes=tuple(choice.nodes)), float(entry["mbit_per_s"])
-    except (OSError, ValueError, TypeError, KeyError):
-        # Absent, torn or of another version: not known.
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError):
+        # No home, or absent, torn or of another version: not known.
         return None
 
 
-def _write(path: Path, choice: Choice, mbit_per_s: float) -> None:
+def _write(key: str, choice: Choice, mbit_per_s: float) -> None:
     try:
+        path = _cache_path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
         unfinished.write_text(json.dumps({"choice": asdict(choice), "mbit_per_s": mbit_per_s}))
         unfinished.replace(path)
-    except OSError:
-        # A home that cannot be written to costs the next process a few timed calls.
+    except (OSError, RuntimeError):
+        # A home that is not there, or cannot be written to, costs the next process a few timed calls.
         return
