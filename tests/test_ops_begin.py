@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -142,6 +144,28 @@ def test_finishing_does_not_wait_for_what_was_begun_later():
     for elapsed_s, first, second in run_ranks(2, run_ahead):
         assert first == second == [256.0]
         assert elapsed_s < 1.5
+
+
+def run_left(rank, world, rows):
+    """What was begun is never finished, as after an error of the caller's; then an op fails in its middle."""
+    group = dist.group.WORLD
+    x, w = torch.ones(rows, 64), torch.ones(8, 64)
+    for _ in range(3):
+        begin_all_gather_matmul(x, [w], group=group, method="chunked")
+        begin_matmul_reduce_scatter(x, w, group=group, method="chunked")
+    with patch.object(torch, "mm", side_effect=ArithmeticError), suppress(ArithmeticError):
+        all_gather_matmul(x, w, group=group, method="chunked")
+    y = all_gather_matmul(x, w, group=group, method="chunked")
+    z = matmul_reduce_scatter(y, w.t(), group=group, method="chunked")
+    return y.unique().tolist(), z.unique().tolist()
+
+
+# Few rows are sent by the calling thread, many by the sender's.
+@pytest.mark.parametrize("rows", [8, 2048])
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_is_never_finished_leaves_the_group_usable(world, rows):
+    for y, z in run_ranks(world, run_left, rows, fresh_timeout_s=5.0):
+        assert (y, z) == ([64.0], [world * 512.0])
 
 
 def run_refused(rank, world):

@@ -65,6 +65,7 @@ class GlooExchange:
         self._error: Exception | None = None
 
     def start(self) -> None:
+        self._channel.hold(self)
         call = self._channel.next_call()
         group = self._channel.group
         self._headers = self._channel.announce(self._op, call, self._signature)
@@ -81,7 +82,7 @@ class GlooExchange:
         else:
             if self._paced and self._hands_on(index):
                 with span("wait", f"{self._op} to hand on"):
-                    self._check()
+                    self._headers.check()
                     self._await_distance(self._steps[index].distance - 1)
             start_s = time.perf_counter()
             self._sends.append((index, start_s, self._begin(self._channel.group.send, tensor, dst, index)))
@@ -105,7 +106,7 @@ class GlooExchange:
             return self._channel.begin(transfer, tensor, self._op, peer, self._tag, index)
         except PeerError:
             # Whoever calls something else, and has ended with the error of that, is named for it.
-            self._check()
+            self._headers.check()
             raise
 
     def _hands_on(self, index: int) -> bool:
@@ -134,12 +135,12 @@ class GlooExchange:
         if self._receives[index] is None:
             return
         with span("wait", f"{self._op} from {self._steps[index].src}"):
-            self._check()
+            self._headers.check()
             self._arrive(index)
 
     def finish(self) -> None:
         with span("wait", f"{self._op} sent"):
-            self._check()
+            self._headers.check()
             if self._sent is not None:
                 self._sent.wait()
             for index, start_s, work in self._sends:
@@ -149,14 +150,7 @@ class GlooExchange:
                 note("transfer", f"{self._op} to {dst}", start_s, 0 if tensor is None else tensor.nbytes)
         if self._error is not None:
             raise self._error
-
-    def _check(self) -> None:
-        try:
-            self._headers.check()
-        except PeerError:
-            # gloo may still write to or read from these.
-            self._channel.keep(self, *self._incoming, *self._outgoing)
-            raise
+        self._channel.release(self)
 
 
 @cache

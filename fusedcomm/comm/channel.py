@@ -108,6 +108,7 @@ class Channel:
         self._check_all = os.environ.get("FUSEDCOMM_CHECKED", "0") == "1"
         self._backends: dict[str, str] = {}
         self._unclaimed: list[object] = []
+        self._under_way: set[object] = set()
         self._has_gloo = has_gloo(group)
         if sys.platform == "linux" and self._has_gloo:
             calm_gloo()
@@ -250,6 +251,16 @@ class Channel:
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.world) if peer != self.rank]
+
+    def hold(self, exchange: object) -> None:
+        """Hold on to what is under way until it is released, even if whoever began it does not come back to it.
+
+        gloo reads nothing more from a peer whose message finds the receive gone.
+        """
+        self._under_way.add(exchange)
+
+    def release(self, exchange: object) -> None:
+        self._under_way.discard(exchange)
 
     def keep(self, *works: object) -> None:
         """Hold on to transfers that may never complete, and to their buffers, until the group ends."""
