@@ -83,8 +83,11 @@ def count_programs(
             f"must be 0 to {properties.multi_processor_count - 1}"
         )
     shared = shared_bytes(config, arch, element_bytes) + _SYSTEM_SHARED_BYTES
-    # Compilers take more than the estimate, and one program too many would not be resident.
-    registers = min(arch.thread_registers, thread_registers(config, arch, element_bytes) * 5 // 4)
+    # One program too many would not be resident. Compilers take more than the estimate, and NVIDIA's up to all that a
+    # thread can have where operands are not aligned.
+    registers = arch.thread_registers
+    if arch.backend == "hip":
+        registers = min(registers, thread_registers(config, arch, element_bytes) * 5 // 4)
     registers *= config.num_warps * arch.warp_size
     resident = min(properties.shared_memory_per_multiprocessor // shared, arch.registers // registers)
     return sms * max(1, resident), arch

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
+from triton.compiler import ASTSource
 
+from fusedcomm.kernels import machine_code
 from fusedcomm.kernels.config import ARCHITECTURES, CONFIGS, GemmConfig, fits
+from fusedcomm.kernels.grid import count_programs
 from fusedcomm.kernels.machine_code import (
     AWAIT_ROWS,
     GEMM_CASES,
@@ -151,6 +156,24 @@ def test_what_is_said_not_to_fit_does_not(config):
     row = compile_row(CASES["gemm-dgrad"], config, "bf16", SM_90)
     assert row.spill_bytes > 0 or row.shared_bytes > SM_90.shared_bytes
     assert row.is_wrong
+
+
+def unaligned(kernel, signature, constants, attributes):
+    return ASTSource(kernel, signature, constants, {})
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_programs_are_resident_whose_operands_are_not_aligned(target):
+    arch, config, shared_bytes = ARCHITECTURES[target], CONFIGS[target][4][0], 233472
+    sm = SimpleNamespace(gcnArchName=target, major=arch.version // 10, minor=0, multi_processor_count=1)
+    sm.shared_memory_per_multiprocessor = shared_bytes
+    programs, _ = count_programs(config, sm, element_bytes=4, communication_sms=0)
+    with patch.object(machine_code, "ASTSource", unaligned):
+        row = compile_row(CASES["all_gather_matmul"], config, "fp32", arch)
+    # They are given out by eights.
+    registers = -(-row.registers // 8) * 8
+    assert programs * registers * config.num_warps * arch.warp_size <= arch.registers
+    assert programs * row.shared_bytes <= shared_bytes
 
 
 def test_every_target_ships_every_kernel():
