@@ -76,7 +76,7 @@ class FlightTransport(ABC):
         """Those of a kind, with room for the next call. A call's shapes are the same on all ranks."""
         lane = self._lanes.get(kind)
         if lane is None or lane.num_bytes < num_bytes:
-            lane = self._lanes[kind] = Lane(rounded_up(num_bytes), self._first_epoch, self._device)
+            lane = self._lanes[kind] = Lane(rounded_up(num_bytes), self._first_epoch, self.status)
         while lane.is_short:
             # Later calls, and other threads, write to what is made here, whatever the mode of this call.
             with torch.inference_mode(False):

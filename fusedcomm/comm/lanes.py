@@ -45,13 +45,15 @@ class Lane:
     """The buffers of one kind of call, of one size, each with the number of its calls.
 
     A call takes those that have been free for longest. Ranks make and finish their calls in one order, and so take the
-    same ones. The device counts: so a captured graph goes on counting when it is replayed.
+    same ones. The device counts: so a captured graph goes on counting when it is replayed. It stops when a kernel has
+    waited in vain, which `status` says: what this rank computes from then on is void, and no flag may give it out for
+    the rows of a call.
     """
 
-    def __init__(self, num_bytes: int, first_epoch: int, device: torch.device) -> None:
+    def __init__(self, num_bytes: int, first_epoch: int, status: Tensor) -> None:
         self.num_bytes = num_bytes
         self._first_epoch = first_epoch
-        self._device = device
+        self._status = status
         self._free: deque[tuple[Sequence[Buffer], Buffer, Tensor]] = deque()
 
     @property
@@ -61,7 +63,7 @@ class Lane:
 
     def add(self, buffers: Sequence[Buffer], mine: Buffer) -> None:
         """One more, on all ranks at this point of their calls: as in `Turn`."""
-        epochs = torch.tensor([self._first_epoch, self._first_epoch - 1], dtype=torch.int32, device=self._device)
+        epochs = torch.tensor([self._first_epoch, self._first_epoch - 1], dtype=torch.int32, device=self._status.device)
         self._free.append((buffers, mine, epochs))
 
     def take(self, *, dry: bool = False) -> Turn:
@@ -69,5 +71,5 @@ class Lane:
         taken = self._free.popleft()
         buffers, mine, epochs = taken
         if not dry:
-            epochs.add_(1)
+            epochs.add_(self._status[0] == 0)
         return Turn(buffers, mine, epochs[:1], epochs[1:], lambda: self._free.append(taken))

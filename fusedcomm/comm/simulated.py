@@ -120,7 +120,7 @@ class SimulatedTransport(FlightTransport):
         # Whether epochs stand still, and all flags are up.
         self.dry = False
         self._simulation = simulation
-        self._lanes |= {kind: Lane(buffer_bytes, first_epoch, device) for kind in _KINDS}
+        self._lanes |= {kind: Lane(buffer_bytes, first_epoch, self.status) for kind in _KINDS}
         self._num_buffers: dict[str, int] = dict.fromkeys(_KINDS, 0)
         self._num_calls: dict[str, int] = dict.fromkeys(_KINDS, 0)
 

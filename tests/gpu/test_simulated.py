@@ -13,6 +13,7 @@ from fusedcomm.comm.simulated import SimulatedTransport, Simulation
 from fusedcomm.errors import PeerError
 from fusedcomm.kernels.all_gather_matmul import all_gather_matmul
 from fusedcomm.kernels.await_rows import await_rows
+from fusedcomm.kernels.flags import read_status
 from fusedcomm.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from fusedcomm.kernels.reduce import reduce
 
@@ -151,6 +152,19 @@ def test_a_rank_that_stays_away_is_an_error_and_no_hang(device):
     message = "which no rank can send now" if INTERPRETED else "virtual rank 0 waited in vain"
     with pytest.raises(PeerError, match=message):
         simulation.run(lambda transport: present(transport) if transport.rank == 0 else None)
+
+
+def test_a_rank_that_has_waited_in_vain_gives_out_no_more_rows(device):
+    simulation = simulate((30, 30), timeout_s=0.05)
+    calls = gather_calls(device, (30, 30), 1, [randn(0, 60, FEATURES, dtype=DTYPE)])
+    simulation.warm_up(calls)
+    first, second = (transport.status for transport in simulation.transports)
+    first[0] = 1
+    message = "rank 1 waits for chunk 0" if INTERPRETED else "virtual rank 0 waited in vain"
+    with pytest.raises(PeerError, match=message):
+        simulation.run(calls)
+    # Its rows are void, whatever they look like: the other one says who has not sent any.
+    assert INTERPRETED or read_status(second)[:3] == ("all_gather_matmul", 0, 0)
 
 
 def test_ranks_that_call_different_things_are_told(device):
