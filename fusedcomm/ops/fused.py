@@ -76,7 +76,8 @@ class Gather:
             call.matrix_sizes(lead),
             call.pieces,
         )
-        self._is_complete = False
+        # Whether something waits for all rows: a kernel of ours, or the stream.
+        self._is_awaited = self._is_complete = False
         self._kept: Tensor | None = None
 
     def multiply(self, weights: Sequence[Tensor], outputs: Sequence[Tensor], epilogue: Epilogue = NOTHING) -> None:
@@ -93,16 +94,21 @@ class Gather:
                 epilogue=epilogue,
                 **self.call.grid(x, weights)._asdict(),
             )
+        # Where there is no tile, none waits.
+        self._is_awaited |= any(y.numel() for y in outputs)
 
     @property
     def full(self) -> Tensor:
         """All rows, `[rows, lead, features]`, once they are there (on the current stream); gone after `finish`."""
-        flight = self._flight
         if not self._is_complete:
-            with span("wait", f"{self.call.op} gather"):
-                await_rows(flight.chunks, len(flight.x_full), status=flight.status, timeout_us=flight.timeout_us)
-            self._is_complete = True
-        return flight.x_full.view(self._shape)
+            self._await_all()
+        return self._flight.x_full.view(self._shape)
+
+    def _await_all(self) -> None:
+        flight = self._flight
+        with span("wait", f"{self.call.op} gather"):
+            await_rows(flight.chunks, len(flight.x_full), status=flight.status, timeout_us=flight.timeout_us)
+        self._is_awaited = self._is_complete = True
 
     def kept(self) -> Tensor:
         """All rows in memory of their own."""
@@ -112,6 +118,9 @@ class Gather:
 
     def finish(self) -> None:
         """Everything that reads the rows is launched. Raises what `Flight.finish` does."""
+        if not self._is_awaited:
+            # Rows that nobody reads come in all the same, and until then their buffer is not free.
+            self._await_all()
         self._flight.finish()
 
 

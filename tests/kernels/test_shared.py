@@ -26,6 +26,7 @@ from fusedcomm.kernels.await_rows import await_rows
 from fusedcomm.kernels.host_flags import is_up
 from fusedcomm.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from fusedcomm.kernels.reduce import reduce
+from fusedcomm.ops.fused import FusedCall, Gather
 
 GRID = {"config": CONFIG, "num_programs": 2}
 
@@ -158,6 +159,22 @@ def test_rows_that_were_not_read_are_not_overwritten():
 
 def test_without_the_reuse_barrier_they_would_be():
     assert run_ranks(2, read_late, False, fresh_timeout_s=30.0) == [None, 4]
+
+
+def gather_unread(rank, world):
+    """Whether rows that nobody reads are all there when their buffer is given back, though rank 1 is late."""
+    transport = Unchecked(channel_of(dist.group.WORLD), NEAR_WRAP)
+    for call in (1, 2):
+        x = numbers(call, 16, 1, 4)
+        time.sleep(0.3 * (call - 1) * rank)
+        gather = Gather(FusedCall(f"op {call}", transport, (8, 8), 1), x[8 * rank : 8 * rank + 8])
+        gather.finish()
+        complete = torch.equal(gather.full, x)
+    return complete
+
+
+def test_rows_that_nobody_reads_are_waited_for():
+    assert run_ranks(2, gather_unread) == [True, True]
 
 
 def names_left() -> set[str]:
