@@ -6,6 +6,7 @@ import math
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -17,13 +18,15 @@ from hypothesis import strategies as st
 from op_cases import equal
 
 from fusedcomm import all_gather_matmul, matmul_reduce_scatter
+from fusedcomm.comm import transport
 from fusedcomm.comm.channel import channel_of
 from fusedcomm.comm.hierarchical import level_groups
+from fusedcomm.comm.transport import flag_transport_of
 from fusedcomm.ops.all_gather_matmul import _forward as gather_forward
 from fusedcomm.ops.chunked import Call
 from fusedcomm.ops.matmul_reduce_scatter import _forward as scatter_forward
 from fusedcomm.tune import cache, propose_sizes
-from fusedcomm.tune.cache import Tuner, fastest
+from fusedcomm.tune.cache import Tuner, fastest, tuner_of
 from fusedcomm.tune.cost import (
     Choice,
     Link,
@@ -243,6 +246,31 @@ def test_what_is_as_fast_as_serial_is_hardly_ever_taken():
 
     assert taken(1.0) <= 10
     assert taken(0.6) >= 190
+
+
+@pytest.mark.parametrize(("major", "reason"), [(9, ""), (12, "RTX is none of sm_80, sm_90, sm_100, gfx942")])
+def test_a_gpu_that_kernels_do_not_know_is_named(major, reason):
+    properties = SimpleNamespace(name="RTX", gcnArchName="RTX", major=major, minor=0)
+    with patch.object(torch.cuda, "get_device_properties", lambda device: properties):
+        assert transport._unknown_gpu(torch.device("cuda", 0)) == reason
+
+
+def run_on_an_unknown_gpu(rank, world):
+    group, device = dist.group.WORLD, torch.device("cuda", 0)
+    reason = "RTX is none of those" if rank else ""
+    with (
+        patch.object(transport, "_unknown_gpu", lambda device: reason),
+        patch.object(transport, "_check_kernels", lambda op, device: None),
+        patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+    ):
+        carrier = tuner_of(group)._carrier("op", device)
+        with pytest.raises(ValueError, match=r"^op: method='fused' cannot run: on rank 1, RTX is none of those"):
+            flag_transport_of(group, "op", device)
+    return carrier
+
+
+def test_where_kernels_do_not_know_a_gpu_the_other_ways_are_timed():
+    assert run_ranks(2, run_on_an_unknown_gpu) == ["", ""]
 
 
 def run_differing(rank, world, folder):

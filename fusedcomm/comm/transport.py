@@ -189,6 +189,7 @@ class _Carriers:
         refuse_in_capture(op, device, "the group's first")
         # What follows are collectives: a peer that calls something else must be found before.
         self._channel.check_same(op, f"{op}: method='fused', transport {name or 'automatic'}", device)
+        _check_gpus(self._channel, op, device)
         if name:
             return self._open(op, device, name, "asked for")
         self._automatic[device.type] = transport = self._choose(op, device)
@@ -267,6 +268,28 @@ def _check_kernels(op: str, device: torch.device) -> None:
             f"{op}: method='fused' on CPU tensors needs Triton's interpreter, but this process's compiles for a "
             f"GPU; set TRITON_INTERPRET=1 before Triton is first imported, or {remedy}"
         )
+
+
+def _check_gpus(channel: Channel, op: str, device: torch.device) -> None:
+    """ValueError on every rank if there are no kernels for the GPU of one."""
+    if device.type != "cuda":
+        return
+    for rank, reason in enumerate(channel.share_all(op, _unknown_gpu(device))):
+        if reason:
+            raise ValueError(f"{op}: method='fused' cannot run: on rank {rank}, {reason}; use method='chunked'")
+
+
+def _unknown_gpu(device: torch.device) -> str:
+    """Why kernels have no configuration for a GPU, or nothing."""
+    from fusedcomm.kernels.config import ARCHITECTURES
+    from fusedcomm.kernels.grid import architecture_of
+
+    properties = torch.cuda.get_device_properties(device)
+    try:
+        architecture_of(properties)
+    except ValueError:
+        return f"{properties.name} is none of {', '.join(ARCHITECTURES)}"
+    return ""
 
 
 _carriers: weakref.WeakKeyDictionary[ProcessGroup, _Carriers] = weakref.WeakKeyDictionary()
