@@ -13,6 +13,9 @@ import torch
 from helpers import run_ranks
 from test_verify import tiny
 
+from fusedcomm import PeerError
+from fusedcomm.comm import transport
+from fusedcomm.comm.channel import channel_of
 from fusedcomm.train import checkpoint
 from fusedcomm.train.checkpoint import latest_checkpoint
 from fusedcomm.train.config import parse_config
@@ -186,6 +189,31 @@ def test_a_step_can_be_drawn(tmp_path):
     assert {row["pid"] for row in rows} == {0, 1, 2, 3}
     assert {row["cat"] for row in rows if row["ph"] == "X"} == {"compute", "transfer", "wait", "stage"}
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+class Failed:
+    """A transport whose latest call has failed."""
+
+    def refuse_if_failed(self, op):
+        raise PeerError(op, 1, 0, "rank 1 of the group did not deliver chunk 0")
+
+
+def step_with_a_failure(rank, world, raw):
+    config = parse_config(raw)
+    trainer = Trainer(config, mesh_of(config, torch.device("cpu")))
+    batches = open_data(config).train.batch(0, 0).pieces(1)
+    trainer.gradients(0, batches)
+    group = trainer.mesh.tp_group
+    transport._carriers[group] = carriers = transport._Carriers(channel_of(group))
+    carriers._by_name["cuda", "symmetric"] = Failed()
+    with pytest.raises(PeerError, match=r"^train: rank 1 of the group did not deliver"):
+        trainer.gradients(1, batches)
+    with pytest.raises(PeerError, match=r"^train: rank 1 of the group did not deliver"):
+        trainer.evaluate([batches[0]])
+
+
+def test_a_fused_call_that_failed_on_the_gpu_ends_the_step_before_its_gradients_are_used(tmp_path):
+    run_ranks(2, step_with_a_failure, config(tmp_path, 1, 1, 2))
 
 
 def parked_bytes(rank, world, raw):

@@ -95,7 +95,7 @@ class FlightTransport(ABC):
         self._error = self._error or error
 
     def refuse_if_failed(self, op: str) -> None:
-        """PeerError if an earlier call is known to have failed."""
+        """As `FlagTransport.refuse_if_failed`."""
         if self._error is None and self._known_status[0]:
             self.check()
         if self._error is not None:

@@ -171,6 +171,10 @@ class FlagTransport(Protocol):
         """Be ready to send partial sums, of `like`'s dtype and device, to the owners of the rows."""
         ...
 
+    def refuse_if_failed(self, op: str) -> None:
+        """PeerError if an earlier call is known to have failed; what a GPU has ended is known."""
+        ...
+
 
 class _Carriers:
     """The flag transports of one group: those that were asked for, and the one of `method="fused"` by itself."""
@@ -194,6 +198,11 @@ class _Carriers:
             return self._open(op, device, name, "asked for")
         self._automatic[device.type] = transport = self._choose(op, device)
         return transport
+
+    def refuse_if_failed(self, op: str) -> None:
+        """PeerError if a call by one of them is known to have failed."""
+        for transport in self._by_name.values():
+            transport.refuse_if_failed(op)
 
     def _choose(self, op: str, device: torch.device) -> FlagTransport:
         """Ranks agree, since each of them sees every rank's machine, and learns of every rank's failure."""
@@ -309,3 +318,13 @@ def flag_transport_of(group: ProcessGroup, op: str, device: torch.device, name: 
     if carriers is None:
         carriers = _carriers[group] = _Carriers(channel_of(group))
     return carriers.get(op, device, name)
+
+
+def refuse_if_failed(group: ProcessGroup, op: str) -> None:
+    """PeerError if a fused call of the group is known to have failed; nobody waits for a GPU that is still at it.
+
+    For who has waited for the GPU himself, and is about to use what was computed there.
+    """
+    carriers = _carriers.get(group)
+    if carriers is not None:
+        carriers.refuse_if_failed(op)

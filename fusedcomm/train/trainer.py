@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from fusedcomm.comm.mesh import Mesh
 from fusedcomm.comm.record import Recording, recording, span
 from fusedcomm.comm.ring import chunk_sizes
+from fusedcomm.comm.transport import refuse_if_failed
 from fusedcomm.nn import TensorParallel, Transformer, layer_flops, vocab_parallel_cross_entropy, vocab_parallel_hits
 from fusedcomm.ops.wgrad import DeferWgrad, WeightGradient
 from fusedcomm.parallel import (
@@ -307,7 +308,10 @@ class Trainer:
         return times
 
     def _sum_later(self, values: Sequence[float], group: ProcessGroup | None) -> Callable[[], list[float]]:
-        """Begin to sum numbers over a group, or over all ranks; the function that is returned waits for the sums."""
+        """Begin to sum numbers over a group, or over all ranks; the function that is returned waits for the sums.
+
+        And so for the GPU: PeerError if one of the fused calls before has waited in vain there.
+        """
         sums = torch.tensor(values, dtype=torch.float64, device=self.mesh.device)
         work = dist.all_reduce(sums, group=group, async_op=True)
 
@@ -316,7 +320,9 @@ class Trainer:
             if work is not None:
                 with span("wait", "sum", sums.nbytes):
                     work.wait()
-            return sums.tolist()
+            numbers = sums.tolist()
+            refuse_if_failed(self.mesh.tp_group, "train")
+            return numbers
 
         return result
 
