@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 import time
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from fusedcomm import PeerError, all_gather_matmul, matmul_all_reduce, matmul_re
 from fusedcomm.comm.c10d import GlooExchange
 from fusedcomm.comm.channel import Channel, calm_gloo, channel_of
 from fusedcomm.ops import reduce_scatter
+from fusedcomm.ops.chunked import new_call
+from fusedcomm.tune.cost import serial
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -195,6 +199,19 @@ def test_a_refused_call_reaches_the_peers_and_leaves_the_group_usable(name):
         assert alone.startswith(f"{told}all_gather_matmul: {WRONG[name][1]}")
         assert together.startswith("ValueError")
         assert y == [0.0, 1.0, 2.0]
+
+
+def run_on_another_gpu(rank, world):
+    like = SimpleNamespace(device=torch.device("cuda", rank), dtype=torch.float32)
+    with patch.object(torch.cuda, "current_device", lambda: 0):
+        new_call("op", dist.group.WORLD, (1, 1), like, serial("asked for"))
+
+
+def test_tensors_of_another_gpu_than_the_current_one_are_refused():
+    first, second = run_ranks(2, run_on_another_gpu, return_exceptions=True)
+    assert first is None
+    assert isinstance(second, ValueError)
+    assert "op: the tensors are on cuda:1, but the current GPU is cuda:0" in str(second)
 
 
 def run_absent(rank, world):

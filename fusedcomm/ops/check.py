@@ -76,6 +76,15 @@ def check_fused_dtype(op: str, dtype: torch.dtype) -> None:
         )
 
 
+def check_current_gpu(op: str, device: torch.device) -> None:
+    """ValueError unless kernels and streams are those of the tensors' GPU."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"{op}: the tensors are on {device}, but the current GPU is cuda:{torch.cuda.current_device()}, on which "
+            "kernels and transfers would start; call torch.cuda.set_device(LOCAL_RANK) first"
+        )
+
+
 def _check_alike(op: str, x_name: str, x: Tensor, name: str, other: Tensor) -> None:
     if other.dtype != x.dtype:
         raise ValueError(f"{op}: {name} has dtype {other.dtype} but {x_name} has {x.dtype}; cast one of them")

@@ -21,7 +21,7 @@ from fusedcomm.comm.pool import STAGING
 from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.comm.ring import Chunk, Direction, all_gather_steps, reduce_scatter_steps
 from fusedcomm.comm.transport import FlagTransport, flag_transport_of, open_exchange
-from fusedcomm.ops.check import FUSED_DTYPES, check_fused_dtype, refusing
+from fusedcomm.ops.check import FUSED_DTYPES, check_current_gpu, check_fused_dtype, refusing
 from fusedcomm.ops.wgrad import Sink
 from fusedcomm.tune.cache import tuner_of
 from fusedcomm.tune.cost import Choice
@@ -159,8 +159,9 @@ def run_backward(
 
 
 def new_call(op: str, group: ProcessGroup, sizes: tuple[int, ...], like: Tensor, choice: Choice) -> Call:
-    """A call on tensors like that one; ValueError, of which the peers are told, if it cannot be fused but should."""
+    """A call on tensors like that one; ValueError, of which the peers are told, if it cannot run as it should."""
     with refusing(op, group):
+        check_current_gpu(op, like.device)
         if choice.method != "fused":
             return Call(op, group, sizes, choice)
         check_fused_dtype(op, like.dtype)
