@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from host_device import Host
@@ -37,3 +39,17 @@ def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32, scale: flo
 
 def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+
+
+def capture(work: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], object]]:
+    """`work` as a graph, after it has run once: what replays fill, and how to replay. Interpreted, it runs again."""
+    if INTERPRETED:
+        results = work()
+        return results, lambda: [result.copy_(again) for result, again in zip(results, work())]
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    with torch.cuda.graph(graph, stream=stream):
+        results = work()
+    return results, graph.replay
