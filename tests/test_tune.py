@@ -195,6 +195,14 @@ def run_tuner(rank, world, seconds, folder, kind):
         first = tuner.choose("op", "auto", **arguments)
         num_timed = len(runs)
         assert tuner.choose("op", "auto", **arguments) == first
+        with (
+            patch.object(torch.cuda, "is_available", lambda: True),
+            patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+        ):
+            # A graph takes what is known.
+            assert tuner.choose("op", "auto", **arguments) == first
+            unknown = tuner.choose("op", "auto", **arguments | {"shapes": "others"})
+            assert unknown.reason == "a graph is captured: nothing can be timed"
         # A new process would have the disk alone.
         again = Tuner(channel_of(dist.group.WORLD)).choose("op", "auto", **arguments)
     return (first.method, first.num_chunks, first.reason), num_timed, len(runs), again == first

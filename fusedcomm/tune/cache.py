@@ -94,10 +94,10 @@ class Tuner:
         options = candidates(world=world, rows=rows)
         if len(options) == 1:
             return options[0]
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return chunked("a graph is captured: nothing can be timed", world=world, rows=rows)
         key = f"{op} {shapes}, {local}"
         if key not in self._known:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                return chunked("a graph is captured: nothing can be timed", world=world, rows=rows)
             # A peer that calls something else must be found before the collectives to come, which would hang.
             self._channel.check_same(op, f"{op}: auto, {shapes}", device)
             if self._link is None:
