@@ -214,6 +214,19 @@ def test_tensors_of_another_gpu_than_the_current_one_are_refused():
     assert "op: the tensors are on cuda:1, but the current GPU is cuda:0" in str(second)
 
 
+@pytest.mark.parametrize("check_all", [False, True])
+def test_what_a_graph_captures_has_been_agreed_upon_before(check_all):
+    channel, device = channel_of(dist.group.WORLD), torch.device("cuda", 0)
+    with (
+        patch.object(channel, "_check_all", check_all),
+        patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+    ):
+        with pytest.raises(ValueError, match=r"op: a CUDA graph is captured.* run it once before .new call"):
+            channel.agree_on_device("op", 1, "new call", device)
+        with patch.object(channel, "_agreed", {"known call"}):
+            channel.agree_on_device("op", 2, "known call", device)
+
+
 def run_absent(rank, world):
     if rank == 1:
         time.sleep(4)

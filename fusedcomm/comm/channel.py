@@ -227,10 +227,14 @@ class Channel:
     def agree_on_device(self, op: str, call: int, signature: str, device: torch.device) -> None:
         """The same over NCCL, where a look at the headers stalls the host: only for signatures not seen before.
 
-        `FUSEDCOMM_CHECKED=1` looks at every call.
+        `FUSEDCOMM_CHECKED=1` looks at every call that is not captured in a graph.
+
+        Raises:
+            ValueError: it is captured, and has not run before.
         """
-        if signature in self._agreed and not self._check_all:
+        if signature in self._agreed and (not self._check_all or _is_captured(device)):
             return
+        refuse_in_capture(op, device, signature)
         own = _encode(call, signature)
         theirs = torch.empty(self.world * HEADER_BYTES, dtype=torch.uint8, device=device)
         dist.all_gather_into_tensor(theirs, _as_tensor(own).to(device), group=self.group)
@@ -305,6 +309,19 @@ def calm_gloo() -> None:
         except OSError:
             # It ended meanwhile, or may not be changed: a sandbox forbids it, or an idle process that is nice as well.
             continue
+
+
+def refuse_in_capture(op: str, device: torch.device, call: str) -> None:
+    """ValueError if a CUDA graph is captured now: `call` has not run before."""
+    if _is_captured(device):
+        raise ValueError(
+            f"{op}: a CUDA graph is captured, but this call has not run before, when ranks agree on it, make its "
+            f"buffers and load its kernels: run it once before ({call})"
+        )
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def payload_tag(call: int, signature: str) -> int:

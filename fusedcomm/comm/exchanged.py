@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from fusedcomm.comm.buffers import Buffer, check_chunks, gather_bytes, part_bytes, scatter_bytes, split_buffer
-from fusedcomm.comm.channel import Channel
+from fusedcomm.comm.channel import Channel, refuse_in_capture
 from fusedcomm.comm.flights import BufferedGather, BufferedScatter, FlightTransport
 from fusedcomm.comm.lanes import Rows, Turn
 from fusedcomm.comm.places import Mark, RankStreams
 from fusedcomm.comm.ring import Step
 from fusedcomm.comm.threads import Threads
-from fusedcomm.comm.transport import Exchange, open_exchange, refuse_in_capture
+from fusedcomm.comm.transport import Exchange, open_exchange
 
 _ALIGNMENT = 256
 # NCCL moves rows by programs on SMs, one for each of its channels, of which it takes up to this many between two ranks.

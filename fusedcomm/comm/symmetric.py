@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from fusedcomm.comm.buffers import Buffer, part_bytes, split_buffer
-from fusedcomm.comm.channel import Channel
+from fusedcomm.comm.channel import Channel, refuse_in_capture
 from fusedcomm.comm.flights import FlightTransport
 from fusedcomm.comm.hierarchical import node_of_each_rank
 from fusedcomm.comm.lanes import Turn
 from fusedcomm.comm.places import RankStreams
-from fusedcomm.comm.transport import refuse_in_capture
 from fusedcomm.errors import PeerError
 from fusedcomm.kernels.await_rows import await_rows
 from fusedcomm.kernels.flags import Chunks, read_status

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedcomm.comm.c10d import GlooExchange, NcclExchange
-from fusedcomm.comm.channel import Channel, channel_of
+from fusedcomm.comm.channel import Channel, channel_of, refuse_in_capture
 from fusedcomm.comm.hierarchical import node_of_each_rank
 from fusedcomm.comm.ring import Step
 
@@ -249,15 +249,6 @@ def _made(channel: Channel, op: str, device: torch.device, name: str) -> FlagTra
     from fusedcomm.comm.exchanged import ExchangedTransport
 
     return ExchangedTransport(channel, op, device)
-
-
-def refuse_in_capture(op: str, device: torch.device, call: str) -> None:
-    """ValueError if a CUDA graph is captured now: `call` has not run before."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise ValueError(
-            f"{op}: a CUDA graph is captured, but this call has not run before, which makes its buffers and loads its "
-            f"kernels: run it once before ({call})"
-        )
 
 
 def _check_kernels(op: str, device: torch.device) -> None:
