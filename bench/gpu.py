@@ -120,9 +120,13 @@ def main() -> int:
         print(bounds(todo, _NUM_SMS))
         print("gpu: there is no CUDA GPU here: nothing was measured", file=sys.stderr)
         return 2
+    try:
+        device = Gpu()
+    except ValueError as error:
+        print(f"gpu: {torch.cuda.get_device_name()} cannot be measured: {error}", file=sys.stderr)
+        return 2
     num_gpus = torch.cuda.device_count()
     code = _run_ranks(num_gpus) if num_gpus > 1 else 0
-    device = Gpu()
     print(f"What a perfect tile schedule hides on {device.num_sms} SMs, by wire / GEMM and chunks of a shard:\n")
     print(bounds(todo, device.num_sms), flush=True)
     print(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from fusedcomm.bench.gpu_case import LINKED, Plan, Signals, make_case
 from fusedcomm.bench.gpu_link import ImitatedLink, prove_progress
 from fusedcomm.bench.gpu_report import GpuRow, markdown, verdicts
 from fusedcomm.bench.gpu_shapes import ROWS, Shape, shapes
-from fusedcomm.kernels.config import GemmConfig
+from fusedcomm.kernels.config import GemmConfig, architecture
 from fusedcomm.kernels.flags import Timeout
 from fusedcomm.kernels.grid import Grid
 
@@ -195,3 +196,11 @@ def test_the_command_without_a_gpu_prints_the_bounds_and_says_so(capsys, monkeyp
     out, error = capsys.readouterr()
     assert "| all_gather_matmul | Llama-3 8B | 4096, 1792, 4096 | 2 |" in out
     assert "there is no CUDA GPU here: nothing was measured" in error
+
+
+def test_the_command_on_a_gpu_that_kernels_do_not_know_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "RTX")
+    monkeypatch.setattr(gpu, "Gpu", partial(architecture, "sm_120"))
+    assert gpu.main() == 2
+    assert "gpu: RTX cannot be measured: kernels: target 'sm_120' is unknown" in capsys.readouterr().err
