@@ -15,6 +15,7 @@ import torch.distributed as dist
 from helpers import RankFailure, run_ranks
 
 from fusedcomm import PeerError, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from fusedcomm.comm import c10d
 from fusedcomm.comm.c10d import GlooExchange
 from fusedcomm.comm.channel import Channel, calm_gloo, channel_of
 from fusedcomm.ops import reduce_scatter
@@ -212,6 +213,25 @@ def test_tensors_of_another_gpu_than_the_current_one_are_refused():
     assert first is None
     assert isinstance(second, ValueError)
     assert "op: the tensors are on cuda:1, but the current GPU is cuda:0" in str(second)
+
+
+def run_refused_beside_nccl(rank, world):
+    channel = channel_of(dist.group.WORLD)
+    if rank == 1:
+        channel.refuse("op", "w_shard has K=7")
+        return
+    with (
+        patch.object(torch.cuda, "current_device", lambda: 0),
+        patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+        patch.object(c10d, "_side_stream", lambda index: None),
+    ):
+        exchange = c10d.NcclExchange(channel, "op", "a gather", [], [], [], True, True)
+        with pytest.raises(PeerError, match="rank 1 refused: op: w_shard has K=7"):
+            exchange.start()
+
+
+def test_in_a_group_that_has_gloo_too_a_refused_call_is_known_before_nccl_waits_for_it():
+    run_ranks(2, run_refused_beside_nccl, fresh_timeout_s=20.0)
 
 
 @pytest.mark.parametrize("check_all", [False, True])

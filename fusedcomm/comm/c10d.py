@@ -186,8 +186,7 @@ class NcclExchange:
         self._done: dict[int, torch.cuda.Event] = {}
 
     def start(self) -> None:
-        call = self._channel.next_call()
-        self._channel.agree_on_device(self._op, call, self._signature, self._device)
+        self._channel.agree(self._op, self._signature, self._device)
         # The buffers were allocated on the computing stream; the caching allocator must know their second user.
         for tensor in (*self._outgoing, *self._incoming):
             if tensor is not None:

@@ -216,13 +216,20 @@ class Channel:
         """For a call whose payload needs no host: PeerError unless every rank makes it.
 
         Looked at for signatures not seen before, since hosts wait for each other; `FUSEDCOMM_CHECKED=1` looks always.
+
+        Raises:
+            ValueError: the call is captured in a graph, and has not run before.
         """
         call = self.next_call()
         if not self._has_gloo:
             self.agree_on_device(op, call, signature, device)
-        elif signature not in self._agreed or self._check_all:
-            self.announce(op, call, signature).check()
-            self._agreed.add(signature)
+            return
+        if signature not in self._agreed:
+            refuse_in_capture(op, device, signature)
+        elif not self._check_all:
+            return
+        self.announce(op, call, signature).check()
+        self._agreed.add(signature)
 
     def agree_on_device(self, op: str, call: int, signature: str, device: torch.device) -> None:
         """The same over NCCL, where a look at the headers stalls the host: only for signatures not seen before.
