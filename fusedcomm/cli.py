@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from fusedcomm.kernels.row import Row
     from fusedcomm.train.config import Config
     from fusedcomm.train.launch import Place
 
@@ -66,12 +65,18 @@ def train(
 
         torchrun --nproc-per-node 8 -m fusedcomm train CONFIG
     """
+    from fusedcomm.train.config import ConfigError
+    from fusedcomm.train.prepare import save_resolved
+
     run = _prepare(config, overrides, fit)
     if resume is not None and resume != "auto" and not (Path(resume) / "progress.json").is_file():
         what = "holds no complete checkpoint" if Path(resume).is_dir() else "there is no such folder"
         _refuse(run.place, [f"--resume {resume}: {what}; give a checkpoint's folder (step-XXXXXXXX), or auto"])
     if run.is_first:
-        _save_resolved(run)
+        try:
+            save_resolved(run.config)
+        except ConfigError as error:
+            _refuse(run.place, error.lines)
     raise typer.Exit(_run(run, _train_rank, run.config, resume))
 
 
@@ -191,8 +196,8 @@ def doctor(
     """
     import torch
 
-    from fusedcomm.train.launch import check_machine, run_ranks
-    from fusedcomm.train.place import find_place, leave_distributed
+    from fusedcomm.train.launch import check_machine, on_ranks
+    from fusedcomm.train.place import find_place
     from fusedcomm.train.sections import ConfigError
 
     try:
@@ -204,12 +209,7 @@ def doctor(
         _refuse(None, error.lines)
     except ValueError as error:
         _refuse(None, [str(error)])
-    if place is None:
-        raise typer.Exit(run_ranks(_doctor_rank, (timeout_s,), world=world, describe_rank=lambda rank: f"of {world}"))
-    os.environ.update(place.environment())
-    code = _doctor_rank(timeout_s)
-    leave_distributed()
-    raise typer.Exit(code)
+    raise typer.Exit(on_ranks(_doctor_rank, (timeout_s,), place, world=world, describe_rank=lambda rank: f"of {world}"))
 
 
 @app.command()
@@ -223,13 +223,13 @@ def kernels(
 
     The exit code is 1 where a kernel does not fit that should.
     """
-    from fusedcomm.kernels.report import compile_all, write_json
+    from fusedcomm.kernels.report import compile_all, print_rows, write_json
 
     try:
         rows = list(compile_all(target))
     except (ValueError, ModuleNotFoundError) as error:
         _refuse(None, [str(error)])
-    _print_rows(rows)
+    print_rows(rows)
     if json_path is not None:
         try:
             write_json(rows, json_path)
@@ -286,31 +286,17 @@ def main() -> None:
     app(prog_name="fusedcomm")
 
 
-def _print_rows(rows: list[Row]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("kernel", "config", "dtype", title=f"kernels on {rows[0].target}")
-    for name in ("registers", "spilled", "shared", "tensor ops", "async loads"):
-        table.add_column(name, justify="right")
-    table.add_column("runs")
-    for row in rows:
-        counts = (row.registers, row.spill_bytes, row.shared_bytes, row.tensor_core_ops, row.async_loads)
-        table.add_row(row.kernel, row.config, row.dtype, *map(str, counts), "yes" if row.fits else f"no: {row.reason}")
-    # Where the output is no terminal, nothing is cut to the width of one.
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
-    wrong = sum(row.is_wrong for row in rows)
-    print(f"{sum(row.fits for row in rows)} of {len(rows)} run, {wrong} should and do not")
-
-
 def _prepare(path: Path, overrides: list[str], fit: bool) -> _Run:
     """Read and check everything; on a mistake print it and exit with code 2."""
     from fusedcomm.train.config import ConfigError
+    from fusedcomm.train.data import open_data
+    from fusedcomm.train.prepare import settle_layout
 
     place, config = _load(path, overrides)
     try:
-        config = _settle_layout(config, place, fit)
-        _check_data(config)
+        config = settle_layout(config, place, fit=fit)
+        # Reads little, except that a tokenizer works here, once, for all ranks.
+        open_data(config)
     except ConfigError as error:
         _refuse(place, [f"{path}: {line}" for line in error.lines])
     return _Run(config, place)
@@ -343,35 +329,6 @@ def _refuse(place: Place | None, lines: list[str]) -> NoReturn:
     raise typer.Exit(2)
 
 
-def _settle_layout(config: Config, place: Place | None, fit: bool) -> Config:
-    """The configuration on a layout that can run here, which is printed."""
-    import torch
-
-    from fusedcomm.train import layout
-    from fusedcomm.train.launch import check_machine
-
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    asked = config.parallel_config
-    available = place.world if place is not None else num_gpus
-    if fit and available:
-        config = layout.fit(config, available)
-    world = config.parallel_config.world
-    layout.validate_for_world(config, world if place is None else place.world)
-    if place is None:
-        check_machine(world)
-    if place is None or place.rank == 0:
-        changed = "" if config.parallel_config == asked else f" (fitted to {available} {'ranks' if place else 'GPUs'})"
-        print(f"{layout.describe_layout(config)}{changed}", flush=True)
-    return config
-
-
-def _check_data(config: Config) -> None:
-    from fusedcomm.train.data import open_data
-
-    # Reads little, except that a tokenizer works here, once, for all ranks.
-    open_data(config)
-
-
 def _check_outputs(run: _Run, json_path: Path | None, plot_path: Path | None) -> None:
     from fusedcomm.train.outputs import output_problems
 
@@ -380,31 +337,12 @@ def _check_outputs(run: _Run, json_path: Path | None, plot_path: Path | None) ->
         _refuse(run.place, lines)
 
 
-def _save_resolved(run: _Run) -> None:
-    from fusedcomm.train.config import dump_config
-
-    folder = Path(run.config.train.output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(dump_config(run.config), encoding="utf-8")
-    except OSError as error:
-        _refuse(run.place, [f"train.output_dir: {folder} cannot be written ({error.strerror}); choose another folder"])
-    print(f"resolved configuration: {folder / 'config.yaml'}", flush=True)
-
-
 def _run(run: _Run, task: Callable[..., int | None], *args: Any) -> int:
-    """The task on every rank: here if a launcher started this process as one, else on new processes."""
-    from fusedcomm.train.launch import run_ranks
+    from fusedcomm.train.launch import on_ranks
     from fusedcomm.train.layout import coordinates
-    from fusedcomm.train.place import leave_distributed
 
     parallel = run.config.parallel_config
-    if run.place is None:
-        return run_ranks(task, args, world=parallel.world, describe_rank=lambda rank: coordinates(parallel, rank))
-    os.environ.update(run.place.environment())
-    code = task(*args) or 0
-    leave_distributed()
-    return code
+    return on_ranks(task, args, run.place, world=parallel.world, describe_rank=lambda rank: coordinates(parallel, rank))
 
 
 def _train_rank(config: Config, resume: str | None) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +24,24 @@ def compile_all(target: str) -> Iterator[Row]:
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
         num_rows = pool.submit(_num_rows, arch).result()
         yield from pool.map(_row, [arch] * num_rows, range(num_rows))
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """A table for the console, and how many kernels run."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("kernel", "config", "dtype", title=f"kernels on {rows[0].target}")
+    for name in ("registers", "spilled", "shared", "tensor ops", "async loads"):
+        table.add_column(name, justify="right")
+    table.add_column("runs")
+    for row in rows:
+        counts = (row.registers, row.spill_bytes, row.shared_bytes, row.tensor_core_ops, row.async_loads)
+        table.add_row(row.kernel, row.config, row.dtype, *map(str, counts), "yes" if row.fits else f"no: {row.reason}")
+    # Where the output is no terminal, nothing is cut to the width of one.
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    wrong = sum(row.is_wrong for row in rows)
+    print(f"{sum(row.fits for row in rows)} of {len(rows)} run, {wrong} should and do not")
 
 
 def write_json(rows: list[Row], path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,9 +16,9 @@ from fusedcomm.plan.measure import measure, time_step
 from fusedcomm.plan.report import describe_cluster, describe_search, table_of, write_json
 from fusedcomm.plan.search import search
 from fusedcomm.train.config import Config, dump_config
-from fusedcomm.train.launch import check_machine, run_ranks
+from fusedcomm.train.launch import check_machine, on_ranks
 from fusedcomm.train.layout import coordinates
-from fusedcomm.train.place import Place, init_distributed, leave_distributed
+from fusedcomm.train.place import Place, init_distributed
 from fusedcomm.train.sections import ConfigError
 
 
@@ -126,12 +125,8 @@ def _on_ranks(
     world: int,
     describe_rank: Callable[[int], str],
 ) -> None:
-    """Run `task` on new ranks of this machine, or as one of a launcher's; what it finds is in the file then."""
-    if place is not None:
-        os.environ.update(place.environment())
-        _run_rank(task, config, path)
-        leave_distributed()
-    elif code := run_ranks(_run_rank, (task, config, path), world=world, describe_rank=describe_rank):
+    """Run `task`; what it finds is in the file then."""
+    if code := on_ranks(_run_rank, (task, config, path), place, world=world, describe_rank=describe_rank):
         raise _RanksFailed(code)
 
 

@@ -104,6 +104,23 @@ def _cause_of_death(exitcode: int | None) -> str:
         return f"was ended by signal {-exitcode}"
 
 
+def on_ranks(
+    task: Callable[..., int | None],
+    args: Sequence[Any],
+    place: Place | None,
+    *,
+    world: int,
+    describe_rank: Callable[[int], str],
+) -> int:
+    """`task(*args)` on every rank: here if a launcher started this process as one, else by `run_ranks`."""
+    if place is None:
+        return run_ranks(task, args, world=world, describe_rank=describe_rank)
+    os.environ.update(place.environment())
+    code = task(*args) or 0
+    leave_distributed()
+    return code
+
+
 def run_ranks(
     task: Callable[..., int | None],
     args: Sequence[Any],
