@@ -16,7 +16,9 @@ import weakref
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -176,8 +178,12 @@ class Channel:
     @property
     def timeout(self) -> timedelta:
         """How long a wait for a peer may take: the time-out of the group's gloo backend, or else of its NCCL one."""
-        backend = self.group._get_backend(torch.device("cpu" if self._has_gloo else "cuda"))
-        return backend.options._timeout
+        return self._options._timeout
+
+    @cached_property
+    def _options(self) -> Any:
+        # Those of the backend, which every wait looks at: to find them takes longer than to read them.
+        return self.group._get_backend(torch.device("cpu" if self._has_gloo else "cuda")).options
 
     @property
     def timeout_s(self) -> float:
