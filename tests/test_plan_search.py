@@ -282,6 +282,11 @@ def test_where_nothing_fits_the_memory_the_least_is_said():
             2,
             "compression: plan does not know how long int8 takes",
         ),
+        (
+            config_with(dp=2, data={"compression_in_node": "bf16", "bucket_mb": 1.0, "algorithm": "hierarchical"}),
+            2,
+            "compression_in_node: plan does not know how long bf16 takes",
+        ),
         (config_with(model={"layers": 2}), 7, "no layout fits 7 ranks; nearest: "),
     ],
 )

@@ -79,6 +79,7 @@ def _refuse_unknown(config: Config) -> None:
         "mode": (data.mode, data.mode == "fsdp", "replicate or zero1"),
         "sync": (data.sync, data.sync != "every_step", "every_step"),
         "compression": (data.compression, data.compression != "none", "none"),
+        "compression_in_node": (data.compression_in_node, data.compression_in_node != "none", "none"),
     }
     lines = [
         f"parallel_config.data_parallel.{name}: plan does not know how long {value} takes; use {remedy}"
