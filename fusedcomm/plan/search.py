@@ -16,7 +16,7 @@ from fusedcomm.train.sections import ConfigError, Section
 
 # What allocators, buffers of transfers and kernels' code take of a GPU.
 _USABLE_MEMORY = 0.9
-# A pipeline of fewer micro-batches than this per rank idles most of the time; more than so many only cost.
+# More than so many shorten the bubble by next to nothing.
 _MAX_MICRO_BATCHES_PER_STAGE = 8
 
 
