@@ -22,6 +22,7 @@ from fusedcomm.comm.places import Mark, RankStreams
 from fusedcomm.comm.ring import Step
 from fusedcomm.comm.threads import Threads
 from fusedcomm.comm.transport import Exchange, open_exchange
+from fusedcomm.errors import PeerError
 
 _ALIGNMENT = 256
 # NCCL moves rows by programs on SMs, one for each of its channels, of which it takes up to this many between two ranks.
@@ -93,7 +94,7 @@ class ExchangedGather(BufferedGather):
         self._steps = steps
         outgoing = [None if step.send is None else self.x_full[step.send.start : step.send.stop] for step in steps]
         incoming = [None if step.recv is None else self.x_full[step.recv.start : step.recv.stop] for step in steps]
-        self._exchange = _start(self._turn, steps, outgoing, incoming)
+        self._exchange = _start(self._transport, self._turn, steps, outgoing, incoming)
         super()._send(after)
 
     def _push(self) -> None:
@@ -121,7 +122,7 @@ class ExchangedScatter(BufferedScatter):
             None if step.recv is None else self.summands[step.src, step.recv.start - own : step.recv.stop - own]
             for step in steps
         ]
-        self._exchange = _start(self._turn, steps, outgoing, incoming)
+        self._exchange = _start(self._transport, self._turn, steps, outgoing, incoming)
         super()._send(after)
 
     def _push(self) -> None:
@@ -143,9 +144,13 @@ class ExchangedScatter(BufferedScatter):
         self._exchange.finish()
 
 
-def _start(turn: Turn, steps: Sequence[Step], outgoing: Rows, incoming: Rows) -> Exchange:
+def _start(transport: FlightTransport, turn: Turn, steps: Sequence[Step], outgoing: Rows, incoming: Rows) -> Exchange:
     """In the caller's thread, since it counts the group's calls."""
     assert turn.exchange is not None, "`ExchangedTransport.take_turn` gives it"
     exchange = turn.exchange(steps, outgoing, incoming)
-    exchange.start()
+    try:
+        exchange.start()
+    except PeerError as error:
+        transport.fail(error)
+        raise
     return exchange

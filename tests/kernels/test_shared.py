@@ -17,7 +17,8 @@ from peers import CONFIG
 from torch.nn.functional import linear
 
 from fusedcomm.comm import shared_memory
-from fusedcomm.comm.channel import channel_of
+from fusedcomm.comm.channel import Channel, channel_of
+from fusedcomm.comm.exchanged import ExchangedTransport
 from fusedcomm.comm.flights import _Flight
 from fusedcomm.comm.shared import SharedTransport
 from fusedcomm.errors import PeerError
@@ -238,6 +239,19 @@ def test_after_an_error_every_call_repeats_it():
     for first, second in run_ranks(2, fail_twice):
         assert "call different things" in first
         assert "an earlier call of this group failed (op: the ranks of the group call different things" in second
+
+
+def fail_at_the_start(rank, world):
+    transport = ExchangedTransport(channel_of(dist.group.WORLD), "op", torch.device("cpu"))
+    gone = PeerError("op", 1, -1, "rank 1 of the group is gone")
+    with patch.object(Channel, "announce", side_effect=gone), pytest.raises(PeerError, match="is gone"):
+        gather_once(transport, rank, world, 1)
+    with pytest.raises(PeerError, match=r"an earlier call of this group failed .*rank 1 of the group is gone"):
+        gather_once(transport, rank, world, 2)
+
+
+def test_after_an_error_before_its_first_message_a_transport_over_messages_repeats_it():
+    run_ranks(2, fail_at_the_start)
 
 
 def map_elsewhere(rank, world, folder):
