@@ -25,9 +25,12 @@ from fusedcomm.comm.transport import Exchange, open_exchange
 from fusedcomm.errors import PeerError
 
 _ALIGNMENT = 256
-# NCCL moves rows by programs on SMs, one for each of its channels, of which it takes up to this many between two ranks.
-# `NCCL_MAX_P2P_NCHANNELS` bounds them.
+# NCCL moves rows by programs on SMs, one for each of its channels, of which it takes 16 or 32 between two ranks
+# (`NCCL_MAX_P2P_NCHANNELS` bounds them). What finds no SM follows when others are through.
 _NCCL_SMS = 16
+# From sm_90 on it starts four at a time (`NCCL_CGA_CLUSTER_SIZE`), and only on SMs of one GPC, of which a GPU has up to
+# eight: with fewer than 25 SMs left no GPC may have four of them, and a kernel that waits for rows keeps the others.
+_NCCL_SMS_IN_CLUSTERS = 32
 
 
 class ExchangedTransport(FlightTransport):
@@ -39,7 +42,7 @@ class ExchangedTransport(FlightTransport):
         on_gpu = channel.backend_of(op, device) == "nccl"
         place = RankStreams(device, channel.timeout_s) if on_gpu else Threads(channel.timeout_s)
         super().__init__(channel.rank, channel.world, device, place, first_epoch)
-        self.communication_sms = _NCCL_SMS if on_gpu else 0
+        self.communication_sms = _nccl_sms(device) if on_gpu else 0
         self._channel = channel
         # Kept to the end: a captured graph replays its calls in the buffers that it was captured with.
         self._memory: list[Tensor] = []
@@ -142,6 +145,12 @@ class ExchangedScatter(BufferedScatter):
                 self._exchange.wait(index)
                 self._place.raise_flag(self._arrived, step.src * pieces + index % pieces, epoch)
         self._exchange.finish()
+
+
+def _nccl_sms(device: torch.device) -> int:
+    """How many SMs a kernel that waits must leave, so that NCCL's programs always find some."""
+    has_clusters = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return _NCCL_SMS_IN_CLUSTERS if has_clusters else _NCCL_SMS
 
 
 def _start(transport: FlightTransport, turn: Turn, steps: Sequence[Step], outgoing: Rows, incoming: Rows) -> Exchange:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
+import torch
 
+from fusedcomm.comm.exchanged import _nccl_sms
 from fusedcomm.kernels.config import ARCHITECTURES, CONFIGS, GemmConfig, architecture, check_fits, fits, shared_bytes
 from fusedcomm.kernels.grid import Grid, architecture_of, count_programs, relative_time
 
@@ -71,6 +74,14 @@ def test_a_chip_is_recognised_by_its_properties():
 )
 def test_programs_are_those_resident_on_the_sms_left(config, communication_sms, programs):
     assert count_programs(config, H100, element_bytes=2, communication_sms=communication_sms)[0] == programs
+
+
+@pytest.mark.parametrize(("capability", "sms"), [((8, 0), 16), ((9, 0), 32), ((10, 0), 32)])
+def test_nccl_is_left_sms_for_four_programs_on_one_gpc(capability, sms):
+    # More than three on each of eight GPCs.
+    assert capability < (9, 0) or sms > 8 * 3
+    with patch.object(torch.cuda, "get_device_capability", lambda device: capability):
+        assert _nccl_sms(torch.device("cuda", 0)) == sms
 
 
 @pytest.mark.parametrize("communication_sms", [132, -1])
