@@ -240,3 +240,21 @@ def run_alone(rank, world, timeout_s):
 @only_on_gpu
 def test_a_rank_that_stays_away_is_an_error_and_no_hang():
     run_ranks(2, in_place, run_alone, 5.0, fresh_timeout_s=5.0)
+
+
+def run_late(rank, world, timeout_s):
+    group, x = dist.group.WORLD, torch.ones(300, 64, device=DEVICE, dtype=DTYPE)
+    all_gather_matmul(x, x, group=group, method="fused")
+    transport = flag_transport_of(group, "test", DEVICE)
+    transport.check()
+    time.sleep(2 * timeout_s * rank)
+    # Rank 0 gives the first up, and has begun the second by then.
+    for _ in range(2):
+        all_gather_matmul(x, x, group=group, method="fused")
+    with pytest.raises(PeerError, match=f"rank {1 - rank} of the group did not deliver chunk"):
+        transport.check()
+
+
+@only_on_gpu
+def test_a_rank_that_was_waited_for_in_vain_is_given_no_void_rows():
+    run_ranks(2, in_place, run_late, 5.0, fresh_timeout_s=5.0)
