@@ -18,7 +18,7 @@ from fusedcomm.comm.buffers import Buffer, check_chunks, gather_bytes, rounded_u
 from fusedcomm.comm.lanes import Lane, Turn
 from fusedcomm.comm.places import Mark, Place
 from fusedcomm.comm.pool import STAGING
-from fusedcomm.comm.record import span
+from fusedcomm.comm.record import wait_span
 from fusedcomm.comm.ring import Chunk, chunk_bounds
 from fusedcomm.comm.transport import GatherFlight, ScatterFlight
 from fusedcomm.errors import PeerError
@@ -186,7 +186,7 @@ class _Flight(ABC):
     def finish(self) -> None:
         """As `Flight.finish`; our own rows are all sent then, or on a GPU the current stream waits until they are."""
         try:
-            with span("wait", f"{self._op} sent"):
+            with wait_span(f"{self._op} sent", self.status.device):
                 self._place.wait(self._sent)
             self._transport.examine()
         except Exception as error:

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from fusedcomm.comm.record import beside_computing
 from fusedcomm.comm.tasks import Turns
 from fusedcomm.errors import PeerError
 from fusedcomm.kernels.await_rows import await_rows
@@ -108,7 +109,7 @@ class _Streams(StreamMarks, ABC):
         self._only: dict[tuple[int, int], Tensor] = {}
 
     def send(self, rank: int, after: torch.cuda.Event, push: Callable[[], None]) -> torch.cuda.Event:
-        with torch.cuda.stream(self._copies_of(rank)):
+        with torch.cuda.stream(self._copies_of(rank)), beside_computing():
             self.wait(after)
             push()
             return self.mark()

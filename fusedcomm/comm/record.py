@@ -75,6 +75,8 @@ class Path:
 
 
 _open: list[Recording] = []
+# Whether what a thread does now runs beside computing.
+_beside = threading.local()
 _last_path: list[Path] = []
 
 
@@ -92,7 +94,7 @@ def recording() -> Iterator[Recording]:
 @contextmanager
 def span(kind: Kind, name: str, num_bytes: int = 0) -> Iterator[None]:
     """Note the block as one event of every open recording; costs next to nothing when there is none."""
-    if not _open:
+    if not _open or (kind == "wait" and _is_beside()):
         yield
         return
     start_s = time.perf_counter()
@@ -110,6 +112,20 @@ def note(kind: Kind, name: str, start_s: float, num_bytes: int = 0) -> None:
 
 
 @contextmanager
+def beside_computing() -> Iterator[None]:
+    """In the block this thread, or its current stream, keeps no computing waiting: its waits are not noted."""
+    before, _beside.is_so = _is_beside(), True
+    try:
+        yield
+    finally:
+        _beside.is_so = before
+
+
+def _is_beside() -> bool:
+    return getattr(_beside, "is_so", False)
+
+
+@contextmanager
 def wait_span(name: str, device: torch.device) -> Iterator[None]:
     """Note the block as a wait of the host, or where `device` is a GPU as one of its current stream, by its clock."""
     if device.type != "cuda":
@@ -117,7 +133,7 @@ def wait_span(name: str, device: torch.device) -> Iterator[None]:
             yield
         return
     stream = torch.cuda.current_stream()
-    if not _open or torch.cuda.is_current_stream_capturing():
+    if not _open or _is_beside() or torch.cuda.is_current_stream_capturing():
         yield
         return
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

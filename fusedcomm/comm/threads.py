@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from fusedcomm.comm.record import span
+from fusedcomm.comm.record import beside_computing, span
 from fusedcomm.comm.worker import Worker
 from fusedcomm.errors import PeerError
 from fusedcomm.kernels.await_rows import await_rows
@@ -33,7 +33,7 @@ class _Job:
     def _run(self) -> None:
         try:
             # The caller may be in this mode, outside of which nobody could write to its views.
-            with torch.inference_mode():
+            with torch.inference_mode(), beside_computing():
                 self._work()
         except Exception as error:
             self._error = error

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fusedcomm.comm.record import span
+from fusedcomm.comm.record import span, wait_span
 from fusedcomm.comm.transport import FlagTransport
 from fusedcomm.kernels.all_gather_matmul import all_gather_matmul
 from fusedcomm.kernels.await_rows import await_rows
@@ -106,7 +106,7 @@ class Gather:
 
     def _await_all(self) -> None:
         flight = self._flight
-        with span("wait", f"{self.call.op} gather"):
+        with wait_span(f"{self.call.op} gather", flight.x_full.device):
             await_rows(flight.chunks, len(flight.x_full), status=flight.status, timeout_us=flight.timeout_us)
         self._is_awaited = self._is_complete = True
 
@@ -160,7 +160,7 @@ class Scatter:
         flight = self._flight
         total = flight.summands.new_empty(self._own_shape)
         if total.numel():
-            with span("wait", f"{self.call.op} from all"):
+            with wait_span(f"{self.call.op} from all", total.device):
                 rows = len(flight.summands) * flight.summands.shape[1]
                 await_rows(flight.arrivals, rows, status=flight.status, timeout_us=flight.timeout_us)
             with span("compute", f"{self.call.op} sum"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from unittest.mock import patch
 
 import pytest
@@ -24,7 +25,7 @@ from op_cases import (
 from op_contracts import check_compiled, check_gathered_gradient, check_opcheck, check_sink_that_raises
 from torch.nn.functional import gelu, linear, silu
 
-from fusedcomm import PeerError, all_gather_matmul, last_path, matmul_all_reduce, matmul_reduce_scatter
+from fusedcomm import PeerError, all_gather_matmul, last_path, matmul_all_reduce, matmul_reduce_scatter, recording
 from fusedcomm.comm import transport
 from fusedcomm.ops import fused
 from fusedcomm.ops.begin import begin_all_gather_matmul
@@ -289,6 +290,21 @@ def test_the_transport_is_chosen_or_asked_for(method, apart, carrier, reason):
     for y, path in run_ranks(2, run_chosen, method, apart):
         assert y == [0.0, 1.0]
         assert (path.method, path.transport, path.transport_reason) == ("fused", carrier, reason)
+
+
+def run_recorded(rank, world):
+    # Once before: agreeing on a transport takes time of the caller.
+    for late_s in (0.0, 0.3 * rank):
+        time.sleep(late_s)
+        with recording() as record:
+            all_gather_matmul(X, W, group=dist.group.WORLD, method="fused:c10d")
+    return {(event.kind, event.thread) for event in record.events}
+
+
+def test_what_a_thread_waits_for_that_sends_is_not_exposed():
+    for found in run_ranks(2, run_recorded):
+        assert ("transfer", "fusedcomm-pusher") in found
+        assert ("wait", "fusedcomm-pusher") not in found
 
 
 def run_impossible(rank, world):
