@@ -226,6 +226,22 @@ def test_low_rank_finds_a_matrix_of_that_rank():
     torch.testing.assert_close(flat, (left @ right).flatten(), rtol=1e-4, atol=1e-4)
 
 
+def test_low_rank_sums_of_vectors_alone_are_one_transfer():
+    lengths = []
+
+    class Counted:
+        def start(self, flat: Tensor, offset: int):
+            lengths.append(flat.numel())
+            return self
+
+        def wait(self) -> None:
+            pass
+
+    sums = LowRank(Counted(), rank=2, places=PLACES, residual=torch.zeros(LENGTH))
+    sums.start(values_of(0, 16), 256).wait()
+    assert lengths == [16]
+
+
 def test_a_residual_is_known_by_name():
     residual = Residual(LAYOUT)
     residual.whole.copy_(torch.arange(LENGTH))

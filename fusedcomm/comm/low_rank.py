@@ -93,7 +93,10 @@ class LowRank:
 
     def _summed(self, tensors: list[Tensor]) -> list[Tensor]:
         """Their exact sums over the ranks, in one transfer."""
-        packed = torch.cat([tensor.flatten() for tensor in tensors]) if tensors else torch.empty(0)
+        if not tensors:
+            # A piece without matrices, of which all ranks know.
+            return []
+        packed = torch.cat([tensor.flatten() for tensor in tensors])
         self._inner.start(packed, 0).wait()
         pieces = packed.split([tensor.numel() for tensor in tensors])
         return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors)]
