@@ -13,7 +13,7 @@ from test_collectives import poison, values_of
 from torch import Tensor
 
 from fusedcomm.comm import hierarchical
-from fusedcomm.comm.collective import AllReduce
+from fusedcomm.comm.collective import AllReduce, Pending
 from fusedcomm.comm.compress import BLOCK, Bf16, Codec, Int8, Layout, Place, Residual, TopK
 from fusedcomm.comm.hierarchical import Hierarchical, level_groups
 from fusedcomm.comm.low_rank import LowRank
@@ -208,16 +208,23 @@ def test_low_rank_sums_go_on_from_a_saved_state_bitwise():
             assert torch.equal(one, other)
 
 
+class Alone:
+    """`Collective` of one rank, which counts what it sums."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def start(self, flat: Tensor, offset: int) -> Pending:
+        self.lengths.append(flat.numel())
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
 def test_low_rank_finds_a_matrix_of_that_rank():
     left, right = values_of(1, 24).view(12, 2), values_of(2, 40).view(2, 20)
     places = PLACES[:1]
-
-    class Alone:
-        def start(self, flat: Tensor, offset: int):
-            return self
-
-        def wait(self) -> None:
-            pass
 
     sums = LowRank(Alone(), rank=2, places=places, residual=torch.zeros(240))
     for _ in range(2):
@@ -227,19 +234,21 @@ def test_low_rank_finds_a_matrix_of_that_rank():
 
 
 def test_low_rank_sums_of_vectors_alone_are_one_transfer():
-    lengths = []
+    inner = Alone()
+    LowRank(inner, rank=2, places=PLACES, residual=torch.zeros(LENGTH)).start(values_of(0, 16), 256).wait()
+    assert inner.lengths == [16]
 
-    class Counted:
-        def start(self, flat: Tensor, offset: int):
-            lengths.append(flat.numel())
-            return self
 
-        def wait(self) -> None:
-            pass
-
-    sums = LowRank(Counted(), rank=2, places=PLACES, residual=torch.zeros(LENGTH))
-    sums.start(values_of(0, 16), 256).wait()
-    assert lengths == [16]
+def test_low_rank_keeps_no_directions_of_pieces_that_are_cut_otherwise_now():
+    sums = LowRank(Alone(), rank=2, places=PLACES, residual=torch.zeros(LENGTH))
+    for cut, keys in (
+        (LENGTH, {"wide[0:12]", "tall[0:40]"}),
+        (100, {"wide[0:5]", "wide[5:12]", "tall[0:40]"}),
+        (120, {"wide[0:6]", "wide[6:12]", "tall[0:40]"}),
+    ):
+        for start, piece in zip((0, cut), values_of(0, LENGTH).split([cut, LENGTH - cut])):
+            sums.start(piece, start).wait()
+        assert set(sums.state_dict()) == keys
 
 
 def test_a_residual_is_known_by_name():

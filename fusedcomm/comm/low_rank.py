@@ -19,10 +19,20 @@ from fusedcomm.comm.stages import Job, Stages
 class _Block:
     """Whole rows of one parameter's matrix inside a piece: elements `start : start + rows * columns` of the piece."""
 
-    key: str
+    name: str
+    first_row: int
     start: int
     rows: int
     columns: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}[{self.first_row}:{self.first_row + self.rows}]"
+
+    def shares_rows_with(self, key: str) -> bool:
+        name, _, rows = key.removesuffix("]").rpartition("[")
+        first, last = map(int, rows.split(":"))
+        return name == self.name and first < self.first_row + self.rows and self.first_row < last
 
     def of(self, piece: Tensor) -> Tensor:
         return piece[self.start : self.start + self.rows * self.columns].view(self.rows, self.columns)
@@ -60,7 +70,7 @@ class LowRank:
         return self._stages.start(jobs, flat.device)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Q of every block that has been summed, by the parameter's name and its rows; the same on all ranks."""
+        """Q of every block as it was cut last, by the parameter's name and its rows; the same on all ranks."""
         return dict(self._directions)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -112,12 +122,15 @@ class LowRank:
             rows = last - first
             if rows > 0 and self._rank * (rows + columns) < rows * columns:
                 start = place.start + first * columns - offset
-                found.append(_Block(f"{place.name}[{first}:{last}]", start, rows, columns))
+                found.append(_Block(place.name, first, start, rows, columns))
         return found
 
     def _directions_of(self, block: _Block, like: Tensor) -> Tensor:
         directions = self._directions.get(block.key)
         if directions is None:
+            # Pieces are cut anew, and those of the old cut do not come again.
+            for key in list(filter(block.shares_rows_with, self._directions)):
+                del self._directions[key]
             # Drawn on the CPU, where a seed means the same everywhere.
             generator = torch.Generator().manual_seed(zlib.crc32(block.key.encode()))
             directions = torch.randn(block.columns, self._rank, generator=generator).to(like.device)
