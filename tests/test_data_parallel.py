@@ -100,6 +100,33 @@ def test_buckets_survive_late_and_reordered_ranks():
             assert torch.equal(late[1][step][name], grad)
 
 
+def _train_two_at_once(rank: int, world: int) -> None:
+    jitter = random.Random(rank)
+    models = {value: nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))) for value in (1, 2)}
+    for model in models.values():
+        for param in model.parameters():
+            # What the ranks have ready comes in another order on each.
+            param.register_post_accumulate_grad_hook(lambda _: time.sleep(jitter.random() * 2e-3))
+    buckets = [
+        GradientBuckets(model.named_parameters(), dp_group=dist.group.WORLD, bucket_mb=SMALL_MB)
+        for model in models.values()
+    ]
+    for _ in range(8):
+        for value, model in models.items():
+            torch.stack([value * param.sum() for param in model.parameters()]).sum().backward()
+        for own in buckets:
+            own.finish()
+        for value, model in models.items():
+            for param in model.parameters():
+                assert torch.equal(param.grad, torch.full_like(param, world * value))
+        for own in buckets:
+            own.zero()
+
+
+def test_buckets_of_two_models_may_travel_at_once():
+    run_ranks(2, _train_two_at_once, fresh_timeout_s=20)
+
+
 def _steps_of_sgd(rank: int, world: int) -> dict[str, Tensor]:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -88,15 +88,14 @@ def test_every_label_counts_once_wherever_they_are_few(pp, dp, accumulation):
 
 def _limits(rank: int, world: int) -> list[timedelta]:
     mesh = build_mesh(pp=1, dp=world, tp=1, timeout_s=7)
-    groups = [mesh.pp_group, mesh.dp_group, mesh.tp_group, bulk_group(mesh.dp_group, CPU)]
+    groups = [mesh.pp_group, mesh.dp_group, mesh.tp_group, bulk_group(mesh.dp_group, CPU, mesh)]
     groups += level_groups(mesh.dp_group, [0, 0, 1, 1], timeout_s=7)
     return [group._get_backend(CPU).options._timeout for group in groups if group is not None]
 
 
 def test_no_group_waits_longer_than_it_may():
     """pytorch#121676: sub-groups have torch's default of half an hour."""
-    # In processes of its own: a group's second one is made once, with the limit that it has then.
-    for limits in run_ranks(4, _limits, fresh_timeout_s=60):
+    for limits in run_ranks(4, _limits):
         assert limits == [timedelta(seconds=7)] * 6
 
 

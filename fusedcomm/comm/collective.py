@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from fusedcomm.comm.channel import calm_gloo, has_gloo
+from fusedcomm.comm.channel import calm_gloo, channel_of, has_gloo
 from fusedcomm.comm.subgroup import new_subgroup
 
 
@@ -46,20 +47,30 @@ class AllReduce:
         return self._group.allreduce([flat])
 
 
-_bulk_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
+# By group, those made so far in their order, each with who uses it.
+_bulk_groups: weakref.WeakKeyDictionary[ProcessGroup, list[tuple[ProcessGroup, weakref.ref[object]]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def bulk_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
-    """A second group of the same ranks, whose transfers a thread may start; made once, by all of them together.
+def bulk_group(group: ProcessGroup, device: torch.device, user: object) -> ProcessGroup:
+    """A further group of the same ranks, whose transfers a thread may start, for as long as `user` lives.
 
-    Collectives of one group meet in the order in which they are started. So those that a queue starts must not share a
-    group with those that computing starts in between.
+    Collectives of one group meet in the order in which they are started. So those that a queue starts must share a
+    group neither with those that computing starts in between nor with another queue's. All ranks call it together, and
+    get one whose user is gone on every rank, or else a new one.
     """
-    found = _bulk_groups.get(group)
-    if found is None:
-        timeout = group._get_backend(device).options._timeout
+    made = _bulk_groups.setdefault(group, [])
+    free = {number for number, (_, last_user) in enumerate(made) if last_user() is None}
+    for theirs in channel_of(group).share_all("bulk_group", " ".join(map(str, free))):
+        free &= set(map(int, theirs.split()))
+    number, timeout = min(free, default=len(made)), group._get_backend(device).options._timeout
+    if number < len(made):
+        found, _ = made.pop(number)
+        _set_pg_timeout(timeout, found)
+    else:
         found = new_subgroup(group, dist.get_process_group_ranks(group), "bulk", timeout)
-        _bulk_groups[group] = found
         if sys.platform == "linux" and has_gloo(found):
             calm_gloo()
+    made.insert(number, (found, weakref.ref(user)))
     return found

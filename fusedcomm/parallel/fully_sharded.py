@@ -101,7 +101,8 @@ class FullySharded:
         self._named_without_gradient: set[str] = set()
         device = next((param.device for param in self._params.values()), torch.device("cpu"))
         if device.type == "cpu":
-            owners = Owners(bulk_group(dp_group, device))
+            # The modules use it as long as they live.
+            owners = Owners(bulk_group(dp_group, device, next(iter(stages.values()), self)))
             for module in (module for stage in stages.values() for module in _sharded_modules(stage)):
                 module.set_custom_all_gather(_GatherFromOwners(owners))
                 module.set_custom_reduce_scatter(_SumForOwners(owners))

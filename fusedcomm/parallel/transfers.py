@@ -40,7 +40,7 @@ class Transfers:
     ) -> None:
         self._group, self._slots, self._planner = group, slots, planner
         self.sums_in_forward = in_forward and not sharded
-        bulk = bulk_group(group, layout.device)
+        bulk = bulk_group(group, layout.device, self)
         self.shares = Shares(bulk, slots) if sharded else None
         self._collective = None if sharded else collective(bulk, layout)
         self._queue = TransferQueue("gradients", layout.device)

@@ -99,7 +99,7 @@ class DataParallel:
         return Delayed(buckets.flat, self._open_sums(self._bulk_group(), buckets.layout))
 
     def _bulk_group(self) -> ProcessGroup:
-        return bulk_group(self._mesh.dp_group, self._mesh.device)
+        return bulk_group(self._mesh.dp_group, self._mesh.device, self)
 
     def _open_sums(self, group: ProcessGroup, layout: Layout) -> Sums:
         data = self._data
