@@ -60,13 +60,16 @@ def test_partial_gradients_accumulate():
 
 def replace_parameters(rank, world):
     layouts = {}
-    for how in ("to_empty", "assign", "dtype"):
+    for how in ("to_empty", "assign", "dtype", "set"):
         column = ColumnParallelLinear(4, {"a": 8}, tp=tensor_parallel(), device="meta")
         row = RowParallelLinear(8, 4, tp=tensor_parallel(), device="meta")
         norm = LayerNorm(4, tp=tensor_parallel(), device="meta")
         model = nn.ModuleDict({"column": column, "row": row, "norm": norm})
         if how == "assign":
             model.load_state_dict({n: torch.ones(p.shape) for n, p in model.named_parameters()}, assign=True)
+        elif how == "set":
+            for linear in (*column.linears(), row, norm):
+                linear.weight, linear.bias = (nn.Parameter(torch.ones(p.shape)) for p in (linear.weight, linear.bias))
         else:
             model.to_empty(device="cpu")
         if how == "dtype":

@@ -121,8 +121,8 @@ def at_least_fp32(x: Tensor) -> Tensor:
 class ShardedModule(nn.Module):
     """Base of layers whose parameters have layouts.
 
-    torch replaces Parameter objects in `to_empty` and in `load_state_dict(assign=True)`, and what was
-    attached to the old ones is lost: this class attaches the layouts again.
+    torch replaces Parameter objects in `to_empty` and in `load_state_dict(assign=True)`, and a caller may set
+    another one. What was attached to the old ones is lost: this class attaches the layouts again.
     """
 
     def __init__(self, tp: TensorParallel) -> None:
@@ -144,9 +144,14 @@ class ShardedModule(nn.Module):
         shape = list(full_shape)
         if layout.shard_dim is not None:
             shape[layout.shard_dim] //= self.tp.size
-        self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self.layouts[name] = layout
-        self._attach_layouts()
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        # An assignment, `layer.weight = ...`, comes to this as well.
+        super().register_parameter(name, param)
+        if param is not None and name in self.layouts:
+            self._attach_layout(name, param)
 
     def full_shape(self, name: str) -> tuple[int, ...]:
         """Shape of the named own parameter over all ranks."""
@@ -173,10 +178,12 @@ class ShardedModule(nn.Module):
         param.copy_(full)
 
     def _attach_layouts(self) -> None:
-        for name, layout in self.layouts.items():
-            param = self.get_parameter(name)
-            if getattr(param, _ATTRIBUTE, None) is None:
-                set_layout(param, layout, self.tp.group)
+        for name in self.layouts:
+            self._attach_layout(name, self.get_parameter(name))
+
+    def _attach_layout(self, name: str, param: nn.Parameter) -> None:
+        if getattr(param, _ATTRIBUTE, None) is None:
+            set_layout(param, self.layouts[name], self.tp.group)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedModule:
         super()._apply(fn, recurse)
