@@ -18,7 +18,7 @@ from fusedcomm import PeerError, all_gather_matmul, matmul_all_reduce, matmul_re
 from fusedcomm.comm import c10d
 from fusedcomm.comm.c10d import GlooExchange
 from fusedcomm.comm.channel import Channel, calm_gloo, channel_of
-from fusedcomm.ops import reduce_scatter
+from fusedcomm.ops import all_to_all, reduce_scatter
 from fusedcomm.ops.chunked import new_call
 from fusedcomm.tune.cost import serial
 
@@ -117,6 +117,13 @@ def scatter(x, w, **options):
     return lambda: matmul_reduce_scatter(x, w, group=dist.group.WORLD, **options)
 
 
+def move(rows, dtype):
+    world = dist.get_world_size()
+    sizes = {"gather_sizes": [rows] * world, "scatter_sizes": [2] * world}
+    x = torch.ones(rows, 2 * world, dtype=dtype)
+    return lambda: all_to_all(x, group=dist.group.WORLD, gather_dim=0, scatter_dim=1, **sizes)
+
+
 # What rank 0 calls, what the others call, and what every message must name.
 MISMATCHES = {
     "rows": (lambda: gather(torch.ones(4, 6), W), lambda: gather(torch.ones(3, 6), W), ["[4, 4", "[3, 3"]),
@@ -135,6 +142,8 @@ MISMATCHES = {
         lambda: scatter(torch.ones(8, 6), W),
         ["all_gather_matmul:", "matmul_reduce_scatter:"],
     ),
+    "rows of a move": (lambda: move(3, W.dtype), lambda: move(2, W.dtype), ["from dim 0 [3, 3", "from dim 0 [2, 2"]),
+    "dtype of a move": (lambda: move(3, W.dtype), lambda: move(3, torch.half), ["float32", "float16"]),
     "method": (
         lambda: gather(torch.ones(4, 6), W, method="serial"),
         lambda: gather(torch.ones(4, 6), W, method="chunked"),

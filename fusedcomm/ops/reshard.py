@@ -10,12 +10,12 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from fusedcomm.comm.ring import chunk_sizes
+from fusedcomm.comm.ring import Step, chunk_sizes
+from fusedcomm.comm.transport import open_exchange
 from fusedcomm.ops.check import check_dtype, check_sizes, refusing, row_dim
 from fusedcomm.ops.chunked import Call, Gather, Scatter
 from fusedcomm.tune.cost import Choice
@@ -66,15 +66,17 @@ def all_to_all(
     """Gather `gather_dim` and split `scatter_dim` in one exchange: each rank sends each peer only what it keeps.
 
     Per rank `[.., gather_sizes[rank], .., sum(scatter_sizes), ..]` to
-    `[.., sum(gather_sizes), .., scatter_sizes[rank], ..]`. Backward is the exchange the other way.
+    `[.., sum(gather_sizes), .., scatter_sizes[rank], ..]`. Backward is the exchange the other way. Errors as
+    `all_gather_matmul`.
     """
     if group.size() == 1:
         return x
-    if x.shape[gather_dim] != gather_sizes[group.rank()] or x.shape[scatter_dim] != sum(scatter_sizes):
-        raise ValueError(
-            f"all_to_all: x has shape {list(x.shape)} but rank {group.rank()} must hold "
-            f"{gather_sizes[group.rank()]} along dim {gather_dim} and {sum(scatter_sizes)} along dim {scatter_dim}"
-        )
+    with refusing("all_to_all", group):
+        if x.shape[gather_dim] != gather_sizes[group.rank()] or x.shape[scatter_dim] != sum(scatter_sizes):
+            raise ValueError(
+                f"all_to_all: x has shape {list(x.shape)} but rank {group.rank()} must hold "
+                f"{gather_sizes[group.rank()]} along dim {gather_dim} and {sum(scatter_sizes)} along dim {scatter_dim}"
+            )
     return _AllToAll.apply(x, group, gather_dim, scatter_dim, tuple(gather_sizes), tuple(scatter_sizes))
 
 
@@ -143,20 +145,31 @@ def _swap(
     gather_sizes: tuple[int, ...],
     scatter_sizes: tuple[int, ...],
 ) -> Tensor:
-    sends = [part.contiguous() for part in x.split(scatter_sizes, scatter_dim)]
+    rank, world = group.rank(), group.size()
     shape = list(x.shape)
-    shape[scatter_dim] = scatter_sizes[group.rank()]
+    shape[gather_dim] = sum(gather_sizes)
+    signature = (
+        f"all_to_all: {shape} {str(x.dtype).removeprefix('torch.')} from dim {gather_dim} {list(gather_sizes)} "
+        f"to dim {scatter_dim} {list(scatter_sizes)}"
+    )
+    sends = [part.contiguous() for part in x.split(scatter_sizes, scatter_dim)]
+    shape[scatter_dim] = scatter_sizes[rank]
     parts = []
     for size in gather_sizes:
         shape[gather_dim] = size
         parts.append(x.new_empty(shape))
-    received = x.new_empty(sum(part.numel() for part in parts))
-    dist.all_to_all_single(
-        received,
-        torch.cat([part.flatten() for part in sends]),
-        [part.numel() for part in parts],
-        [part.numel() for part in sends],
-        group=group,
+    parts[rank] = sends[rank]
+    steps = [
+        Step(distance, (rank + distance) % world, None, (rank - distance) % world, None) for distance in range(1, world)
+    ]
+    outgoing, incoming = [sends[step.dst] for step in steps], [parts[step.src] for step in steps]
+    exchange = open_exchange(
+        group, "all_to_all", signature, steps, outgoing, incoming, x.device, overlapped=False, paced=False
     )
-    pieces = received.split([part.numel() for part in parts])
-    return torch.cat([piece.view(part.shape) for piece, part in zip(pieces, parts)], gather_dim)
+    exchange.start()
+    for index in range(len(steps)):
+        exchange.send(index)
+    for index in range(len(steps)):
+        exchange.wait(index)
+    exchange.finish()
+    return torch.cat(parts, gather_dim)
