@@ -259,6 +259,28 @@ def run_resharded(rank, world):
     return x.detach(), found
 
 
+def run_compiled_moves(rank, world):
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    sizes = {"gather_sizes": [6] * world, "scatter_sizes": [4] if world == 1 else [1, 3]}
+    moves = [
+        lambda x: all_gather(x.square(), group=dist.group.WORLD).square(),
+        lambda x: reduce_scatter(x.square(), group=dist.group.WORLD).square(),
+        lambda x: all_to_all(x.square(), group=dist.group.WORLD, gather_dim=0, scatter_dim=1, **sizes).square(),
+    ]
+    found = []
+    for move in moves:
+        # A group of one moves nothing, and its graph is whole.
+        compiled = torch.compile(move, fullgraph=world == 1, backend="aot_eager")
+        results = [(y, *torch.autograd.grad(y.sum(), x)) for y in (move(x), compiled(x))]
+        found.append(equal(*results))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_moves_break_the_graph_and_stay_right(world):
+    assert run_ranks(world, run_compiled_moves, timeout_s=120) == [[True] * 3] * world
+
+
 def test_moves_are_differentiable_twice():
     replies = run_ranks(3, run_resharded)
     total = sum(x for x, _ in replies)

@@ -34,7 +34,7 @@ def all_gather(x: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: Sequence[
         check_sizes("all_gather", sizes, group.size(), group.rank(), shard=x.shape[dim], full=None)
     if group.size() == 1:
         return x
-    return _AllGather.apply(x.movedim(dim, 0), group, tuple(sizes)).movedim(0, dim)
+    return _move(_AllGather, x.movedim(dim, 0), group, tuple(sizes)).movedim(0, dim)
 
 
 def reduce_scatter(x: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
@@ -51,7 +51,7 @@ def reduce_scatter(x: Tensor, *, group: ProcessGroup, dim: int = 0, sizes: Seque
         check_sizes("reduce_scatter", sizes, group.size(), group.rank(), shard=None, full=x.shape[dim])
     if group.size() == 1:
         return x
-    return _ReduceScatter.apply(x.movedim(dim, 0), group, tuple(sizes)).movedim(0, dim)
+    return _move(_ReduceScatter, x.movedim(dim, 0), group, tuple(sizes)).movedim(0, dim)
 
 
 def all_to_all(
@@ -77,7 +77,13 @@ def all_to_all(
                 f"all_to_all: x has shape {list(x.shape)} but rank {group.rank()} must hold "
                 f"{gather_sizes[group.rank()]} along dim {gather_dim} and {sum(scatter_sizes)} along dim {scatter_dim}"
             )
-    return _AllToAll.apply(x, group, gather_dim, scatter_dim, tuple(gather_sizes), tuple(scatter_sizes))
+    return _move(_AllToAll, x, group, gather_dim, scatter_dim, tuple(gather_sizes), tuple(scatter_sizes))
+
+
+@torch.compiler.disable(reason="fusedcomm moves rows between ranks")
+def _move(kind: type[Function], *args: Any) -> Tensor:
+    """`kind.apply`, at which torch.compile breaks its graph, or says why it cannot be whole."""
+    return kind.apply(*args)
 
 
 def _gather_rows(x: Tensor, group: ProcessGroup, sizes: tuple[int, ...]) -> Tensor:
