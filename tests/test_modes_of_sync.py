@@ -124,6 +124,15 @@ def test_what_replicas_have_for_themselves_needs_the_same_layout(tmp_path):
     run_ranks(2, run_refused, other_mode, checkpoint, "was written with data_parallel.sync: local_sgd")
     more = with_mode(config(tmp_path / "third", 1, 4, 1), **MODES["local_sgd"])
     run_ranks(4, run_refused, more, checkpoint, "holds no .* for data_parallel.size 4")
+    alone = with_mode(config(tmp_path / "fourth", 1, 1, 1), **MODES["local_sgd"])
+    run_ranks(1, run_refused, alone, checkpoint, "this run has every_step, as one data-parallel rank")
+
+
+def test_a_single_replica_has_no_mode_to_go_on_with(tmp_path):
+    run(with_mode(config(tmp_path / "one", 1, 1, 1), **MODES["delayed"]))
+    expected = losses(tmp_path / "one")[3:]
+    run(config(tmp_path / "two", 1, 2, 1), resume=str(tmp_path / "one" / "step-00000003"))
+    assert losses(tmp_path / "two") == pytest.approx(expected, rel=1e-4)
 
 
 def _train_apart(rank, world, raw) -> list[dict[str, torch.Tensor]]:

@@ -63,7 +63,7 @@ def save_checkpoint(folder: Path, trainer: Trainer, progress: dict[str, Any]) ->
         loss_scale = trainer.optimizer.loss_scale
         progress = progress | {
             "loss_scale": None if loss_scale is None else vars(loss_scale),
-            "sync": trainer.config.parallel_config.data_parallel.sync,
+            "sync": trainer.data_parallel.sync,
             "has_sum": holds_sum or has_late_sum,
         }
         (partial / "progress.json").write_text(json.dumps(progress, indent=1) + "\n")
@@ -96,11 +96,12 @@ def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
         )
     # Those two are missing where they could not be otherwise yet.
     progress = {"sync": "every_step", "has_sum": False} | json.loads((path / "progress.json").read_text())
-    sync = trainer.config.parallel_config.data_parallel.sync
-    if trainer.mesh.dp > 1 and progress["sync"] != sync:
+    sync, is_alone = trainer.data_parallel.sync, trainer.mesh.dp == 1
+    # One rank alone can do without a gradient that came late.
+    if progress["sync"] not in (sync, "delayed" if is_alone else sync):
         raise ValueError(
-            f"checkpoint {path} was written with data_parallel.sync: {progress['sync']}, and this run has {sync}; "
-            "go on with the same, or start anew"
+            f"checkpoint {path} was written with data_parallel.sync: {progress['sync']}, and this run has {sync}"
+            f"{', as one data-parallel rank always has' if is_alone else ''}; go on with the same, or start anew"
         )
     _check_same_model(path, trainer)
     trainer.settle()

@@ -51,7 +51,12 @@ class DataParallel:
     @property
     def trains_apart(self) -> bool:
         """Whether replicas step on their own between two syncs."""
-        return self._data.sync in ("local_sgd", "diloco") and self._mesh.dp > 1
+        return self.sync in ("local_sgd", "diloco")
+
+    @property
+    def sync(self) -> str:
+        """What is summed and when, as configured; a single replica has nothing to put off."""
+        return self._data.sync if self._mesh.dp > 1 else "every_step"
 
     def open_buckets(self, pipeline: Pipeline) -> GradientBuckets | FullySharded:
         """What takes the gradients of the stages, which are sharded already with `shards_weights`."""
@@ -65,7 +70,7 @@ class DataParallel:
             )
         return GradientBuckets(
             pipeline.named_parameters(),
-            dp_group=self._mesh.dp_group if self._data.sync == "every_step" else None,
+            dp_group=self._mesh.dp_group if self.sync == "every_step" else None,
             tp_group=self._mesh.tp_group,
             bucket_mb=self._data.bucket_mb,
             window_mb=self._data.window_mb,
@@ -93,7 +98,7 @@ class DataParallel:
 
     def open_delayed(self, buckets: GradientBuckets | FullySharded) -> Delayed | None:
         """What puts the last step's sum in the place of this step's gradients, where `sync` is `delayed`."""
-        if self._data.sync != "delayed" or self._mesh.dp == 1:
+        if self.sync != "delayed":
             return None
         assert isinstance(buckets, GradientBuckets), "modes.py refuses the rest"
         return Delayed(buckets.flat, self._open_sums(self._bulk_group(), buckets.layout))
