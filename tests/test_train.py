@@ -123,6 +123,8 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path):
     ]
     for raw, resume, message in refused:
         run_ranks(1, run_refused, raw, resume, message)
+    (tmp_path / "run" / "step-00000003" / "__0_0.distcp").unlink()
+    run_ranks(1, run_refused, config(tmp_path / "other", 1, 1, 1), checkpoint, "is not whole, .*No such file")
 
 
 def test_an_interrupted_save_is_not_resumed_from(tmp_path):

@@ -111,8 +111,8 @@ def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
         dcp.load(state, checkpoint_id=path)
     except CheckpointException as error:
         raise ValueError(
-            f"checkpoint {path} does not fit this model: {_reasons(error)}; "
-            f"compare its config.yaml with the model section of this run"
+            f"checkpoint {path} is not whole, or does not fit this model: {_reasons(error)}; "
+            "compare its config.yaml with the model section of this run, or go on from an earlier one"
         ) from error
     # The tensors read are the optimizer's own; this rounds the masters into the parameters.
     tensors = trainer.optimizer.state_dict()
