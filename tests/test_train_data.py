@@ -234,6 +234,7 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path):
         ({"a.txt": b"text", "b.bin": b"1234"}, "b.bin holds tokens and a.txt text"),
         ({"a.bin": b"123"}, "a.bin has 3 bytes, no multiple of 2; data.dtype uint16"),
         ({"a.npy": b"123"}, "a.npy is no NumPy array file"),
+        ({"a.npy": b""}, "a.npy is no NumPy array file"),
         ({"a.png": b"x\0y"}, "a.png is no text .* name it .bin and set data.dtype: uint8"),
         ({"a.txt": b"text"}, r"the training part has \d tokens, fewer than data.seq_len 8 \+ 1"),
         ({"a.txt": b"x" * 110}, r"the validation part has \d tokens, fewer than"),
@@ -244,6 +245,14 @@ def test_files_at_fault_are_named(tmp_path, files, message):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         open_data(_config(str(tmp_path if files else tmp_path / "missing")))
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").is_file(), reason="needs Linux, where reading this file fails")
+def test_files_that_cannot_be_read_are_named(tmp_path, tokenizer):
+    (tmp_path / "a.txt").symlink_to("/proc/self/mem")
+    for changes in ({}, {"tokenizer": tokenizer}):
+        with pytest.raises(ConfigError, match=r"a.txt cannot be read \(Input/output error\)"):
+            open_data(_config(str(tmp_path / "a.txt"), data=changes))
 
 
 def test_npy_files_must_be_one_row_of_integers(tmp_path):

@@ -9,6 +9,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,11 +170,22 @@ def _walk(root: Path, without: Collection[str] = ()) -> list[tuple[str, Path]]:
     return sorted(found)
 
 
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            [f"data.path: {name} cannot be read ({error.strerror}); leave it out, or ask for permission"]
+        ) from error
+
+
 def _text_bytes(name: str, path: Path) -> npt.NDArray[np.uint8]:
-    if path.stat().st_size >= _LARGE_BYTES:
-        content = np.memmap(path, dtype=np.uint8, mode="r")
-    else:
-        content = np.frombuffer(path.read_bytes(), dtype=np.uint8)
+    with _reading(name):
+        if path.stat().st_size >= _LARGE_BYTES:
+            content = np.memmap(path, dtype=np.uint8, mode="r")
+        else:
+            content = np.frombuffer(path.read_bytes(), dtype=np.uint8)
     if (content[:8192] == 0).any():
         raise ConfigError(
             [
@@ -186,10 +198,12 @@ def _text_bytes(name: str, path: Path) -> npt.NDArray[np.uint8]:
 
 def _token_file(name: str, path: Path, dtype: str) -> Document:
     if name.endswith(".npy"):
-        try:
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        except ValueError as error:
-            raise ConfigError([f"data.path: {name} is no NumPy array file ({error})"]) from error
+        with _reading(name):
+            try:
+                tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+            # An empty file is the latter.
+            except (ValueError, EOFError) as error:
+                raise ConfigError([f"data.path: {name} is no NumPy array file ({error})"]) from error
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ConfigError(
                 [f"data.path: {name} holds {tokens.dtype} of shape {list(tokens.shape)}; it must be a row of integers"]
@@ -200,8 +214,9 @@ def _token_file(name: str, path: Path, dtype: str) -> Document:
         raise ConfigError(
             [f"data.path: {name} has {size} bytes, no multiple of {itemsize}; data.dtype {dtype} is not what it holds"]
         )
-    # An empty file cannot be mapped.
-    return Document(name, np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype=dtype))
+    with _reading(name):
+        # An empty file cannot be mapped.
+        return Document(name, np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype=dtype))
 
 
 def _tokenized(files: Sequence[tuple[str, Path]], tokenizer_path: Path, vocab_size: int) -> Corpus:
@@ -273,7 +288,8 @@ def _write_tokens(tokenizer: Any, files: Sequence[tuple[str, Path]], tokens_path
 def _pieces(name: str, path: Path) -> Iterator[str]:
     """A text in parts of whole lines, about a megabyte each, to bound the tokenizer's memory."""
     try:
-        with open(path, encoding="utf-8", newline="") as lines:
+        # Here, since an OSError further up is the cache's.
+        with _reading(name), open(path, encoding="utf-8", newline="") as lines:
             while part := lines.readlines(2**20):
                 yield "".join(part)
     except UnicodeDecodeError as error:
