@@ -146,6 +146,8 @@ def test_overrides_at_fault_are_named(tmp_path, override, line):
     [
         ("train: {steps: 1\n", "line 2, column 1: expected ',' or '}', but got '<stream end>'"),
         ("seed: 1\nmodel: {}\nseed: 2\n", "line 3, column 1: the key 'seed' is given twice"),
+        ("? [1, 2]\n: 3\n", "line 1, column 3: found unhashable key"),
+        ("seed: 2020-13-45\n", "month must be in 1..12"),
         ("- a\n", "holds ['a']; it must hold the keys seed, model, data, train, parallel_config"),
     ],
 )

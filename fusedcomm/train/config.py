@@ -311,7 +311,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         raise ConfigError([f"--set {override}: write it as key=value, for example train.steps=100"])
     try:
         value = read_yaml(text)
-    except yaml.YAMLError as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise ConfigError([f"--set {override}: {in_one_line(error)}"]) from error
     *parents, last = key.split(".")
     section = raw

@@ -37,7 +37,8 @@ def read_keys(path: Path, root: type[Section]) -> dict[str, Any]:
         raw = read_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError([f"cannot be read: {error.strerror}"]) from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    # Of text that is no UTF-8, and of a date that there is not, a ValueError.
+    except (ValueError, yaml.YAMLError) as error:
         raise ConfigError([in_one_line(error)]) from error
     raw = {} if raw is None else raw
     if not isinstance(raw, dict):
@@ -55,7 +56,7 @@ def parse(root: type[Root], raw: Mapping[str, Any]) -> Root:
 
 
 def read_yaml(text: str) -> Any:
-    """What the text says; yaml.YAMLError where it says nothing that YAML knows."""
+    """What the text says; yaml.YAMLError or another ValueError where it says nothing that YAML knows."""
     # _Loader is a SafeLoader.
     return yaml.load(text, Loader=_Loader)
 
@@ -66,6 +67,9 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                # No key at all, which the base class says.
+                continue
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key_node.value!r} is given twice", key_node.start_mark
