@@ -160,6 +160,37 @@ def test_where_kernels_do_not_know_a_gpu_the_other_ways_are_timed():
     assert run_ranks(2, run_on_an_unknown_gpu) == ["", ""]
 
 
+def run_on_two_devices(rank, world, folder):
+    """What is chosen for tensors of the same shapes on a CPU, on a GPU, and once more."""
+    os.environ["FUSEDCOMM_CACHE"] = folder
+    tuner, links = Tuner(channel_of(dist.group.WORLD)), []
+
+    def measure(self, device):
+        links.append(device.type)
+        return cache._Link([0] * world, 1000.0)
+
+    def time_none(self, options, wire_s, piece_s, directions, nodes, device, run):
+        return options[-1] if device.type == "cuda" else options[0]
+
+    work = {"rows": 8192, "shapes": "of one kind", "local": "", "wire_bytes": 1, "weight_bytes": 1, "directions": ()}
+    with (
+        patch.object(Tuner, "_measure_link", measure),
+        patch.object(Tuner, "_carrier", lambda self, op, device: "symmetric" if device.type == "cuda" else ""),
+        patch.object(Tuner, "_time", time_none),
+    ):
+        methods = [
+            tuner.choose("op", "auto", **work, device=torch.device(name), can_fuse=True, run=print).method
+            for name in ("cuda", "cpu") * 2
+        ]
+    return methods, links
+
+
+def test_what_is_chosen_on_a_gpu_says_nothing_of_the_cpu(tmp_path):
+    for methods, links in run_ranks(2, run_on_two_devices, str(tmp_path)):
+        assert methods == ["fused", "serial"] * 2
+        assert links == ["cuda", "cpu"]
+
+
 def run_differing(rank, world, folder):
     kind = "ranks remember different things"
     folders = [Path(folder) / "0", Path(folder) / "1"]

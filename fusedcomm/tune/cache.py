@@ -64,7 +64,8 @@ class Tuner:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._known: dict[str, Choice] = {}
-        self._link: _Link | None = None
+        # By type of device.
+        self._links: dict[str, _Link] = {}
 
     def choose(
         self,
@@ -94,21 +95,22 @@ class Tuner:
         options = candidates(world=world, rows=rows)
         if len(options) == 1:
             return options[0]
-        key = f"{op} {shapes}, {local}"
+        key = f"{op} {shapes}, {local} on {device.type}"
         if key not in self._known:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 return chunked("a graph is captured: nothing can be timed", world=world, rows=rows)
             # A peer that calls something else must be found before the collectives to come, which would hang.
             self._channel.check_same(op, f"{op}: auto, {shapes}", device)
-            if self._link is None:
-                self._link = self._measure_link(device)
+            if device.type not in self._links:
+                self._links[device.type] = self._measure_link(device)
+            link = self._links[device.type]
             carrier = self._carrier(op, device) if can_fuse else ""
             if carrier:
                 options.append(fused("timed", world=world, rows=rows, transport=carrier))
-            wire_s = wire_bytes * 8e-6 / self._link.mbit_per_s
+            wire_s = wire_bytes * 8e-6 / link.mbit_per_s
             piece_s = _PIECE_S[device.type] + weight_bytes / _MEMORY_BYTES_PER_S[device.type]
-            timed = partial(self._time, options, wire_s, piece_s, directions, self._link.nodes, device, run)
-            self._known[key] = self._agree(f"{key}, fused by {carrier or 'none'}", self._link, timed)
+            timed = partial(self._time, options, wire_s, piece_s, directions, link.nodes, device, run)
+            self._known[key] = self._agree(f"{key}, fused by {carrier or 'none'}", link, timed)
         return self._known[key]
 
     def _carrier(self, op: str, device: torch.device) -> str:
