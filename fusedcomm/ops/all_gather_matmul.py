@@ -15,7 +15,15 @@ from torch.distributed import ProcessGroup
 from fusedcomm.comm.channel import group_named
 from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.ops.activation import Activation, activate, check_activation
-from fusedcomm.ops.check import check_matrix_inputs, check_save, check_sizes, differentiable_once, refusing, row_dim
+from fusedcomm.ops.check import (
+    autocast,
+    check_matrix_inputs,
+    check_save,
+    check_sizes,
+    differentiable_once,
+    refusing,
+    row_dim,
+)
 from fusedcomm.ops.chunked import GATHER_DIRECTIONS, Call, Gather, Scatter, flat, run_backward, run_by
 from fusedcomm.ops.wgrad import DeferWgrad, Sink, WeightGradient, check_defer, local_linear
 from fusedcomm.tune.cost import check_method
@@ -75,6 +83,7 @@ def all_gather_matmul(
     world = group.size()
     with refusing(_OP, group):
         biases = as_biases(bias, weights)
+        (x_shard,), weights, biases = autocast(_OP, [x_shard], weights, biases, defers_wgrad=defer_wgrad is not None)
         check_matrix_inputs(_OP, "x_shard", x_shard, weights, biases)
         dim = row_dim(_OP, dim, x_shard.dim())
         rows = x_shard.shape[dim]

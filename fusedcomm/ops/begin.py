@@ -22,9 +22,9 @@ from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.ops.activation import Activation, activate
 from fusedcomm.ops.all_gather_matmul import Save, as_biases
 from fusedcomm.ops.begun import FusedGatherParts, FusedScatterParts, GatherParts, ScatterParts
-from fusedcomm.ops.check import check_matrix_inputs, check_save, check_sizes, differentiable_once, refusing
+from fusedcomm.ops.check import autocast, check_matrix_inputs, check_save, check_sizes, differentiable_once, refusing
 from fusedcomm.ops.chunked import Call, new_call
-from fusedcomm.ops.matmul_reduce_scatter import check_inputs
+from fusedcomm.ops.matmul_reduce_scatter import cast_inputs
 from fusedcomm.ops.wgrad import DeferWgrad, Sink, local_linear
 from fusedcomm.tune.cost import Choice, asked_for, check_method
 
@@ -52,6 +52,7 @@ def begin_all_gather_matmul(
     world = group.size()
     with refusing(op, group):
         biases = as_biases(list(biases) or None, weights)
+        (x_shard,), weights, biases = autocast(op, [x_shard], weights, biases, defers_wgrad=defer_wgrad is not None)
         check_matrix_inputs(op, "x_shard", x_shard, weights, biases)
         rows = x_shard.shape[0]
         sizes = [rows] * world if sizes is None else [int(size) for size in sizes]
@@ -102,7 +103,7 @@ def begin_matmul_reduce_scatter(
     xs = [x] if isinstance(x, Tensor) else list(x)
     world = group.size()
     with refusing(op, group):
-        check_inputs(xs, w_shard, bias, input_activation)
+        xs, w_shard, bias = cast_inputs(xs, w_shard, bias, input_activation, defers_wgrad=defer_wgrad is not None)
         rows = xs[0].shape[0]
         sizes = list(chunk_sizes(rows, world)) if sizes is None else [int(size) for size in sizes]
         check_sizes(op, sizes, world, group.rank(), shard=None, full=rows)

@@ -32,6 +32,24 @@ def refusing(op: str, group: ProcessGroup) -> Iterator[None]:
         raise
 
 
+def autocast(op: str, *groups: Sequence[Tensor], defers_wgrad: bool) -> Sequence[Sequence[Tensor]]:
+    """The tensors as `nn.Linear` takes its own: in the dtype of a `torch.autocast` around the call; float64 stays.
+
+    Raises:
+        ValueError: there is one, and the gradient of the weight itself is to be handed on.
+    """
+    device_type = next((tensor.device.type for group in groups for tensor in group), "cpu")
+    if not torch.is_autocast_enabled(device_type):
+        return groups
+    if defers_wgrad:
+        raise ValueError(
+            f"{op}: defer_wgrad within torch.autocast, where a cast of the weight is multiplied; keep weights in the "
+            "dtype to compute in, or leave autocast"
+        )
+    dtype = torch.get_autocast_dtype(device_type)
+    return [[tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in group] for group in groups]
+
+
 def check_matrix_inputs(op: str, x_name: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
     """One dtype and device; `x [..., K]`, every weight `[N, K]`, every bias `[N]`."""
     check_dtype(op, x_name, x)

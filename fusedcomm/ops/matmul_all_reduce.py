@@ -15,7 +15,7 @@ from fusedcomm.comm.pool import STAGING
 from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.comm.ring import Chunk, Step, all_reduce_blocks, chunk_sizes
 from fusedcomm.comm.transport import open_exchange
-from fusedcomm.ops.check import check_matrix_inputs, differentiable_once, refusing
+from fusedcomm.ops.check import autocast, check_matrix_inputs, differentiable_once, refusing
 from fusedcomm.ops.chunked import Call, ordered_sum, run_by
 from fusedcomm.ops.wgrad import DeferWgrad, WeightGradient, check_defer, local_linear
 from fusedcomm.tune.cost import check_method
@@ -65,7 +65,10 @@ def matmul_all_reduce(
     """
     world = group.size()
     with refusing(_OP, group):
-        check_matrix_inputs(_OP, "x", x, [w_shard], [] if bias is None else [bias])
+        biases = [] if bias is None else [bias]
+        (x,), (w_shard,), biases = autocast(_OP, [x], [w_shard], biases, defers_wgrad=defer_wgrad is not None)
+        check_matrix_inputs(_OP, "x", x, [w_shard], biases)
+        bias = biases[0] if biases else None
         check_defer(_OP, defer_wgrad)
         check_method(method)
 

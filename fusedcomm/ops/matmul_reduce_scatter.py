@@ -15,7 +15,7 @@ from fusedcomm.comm.channel import group_named
 from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.ops.activation import Activation, activate, check_activation, differentiate
-from fusedcomm.ops.check import check_matrix_inputs, check_sizes, differentiable_once, refusing, row_dim
+from fusedcomm.ops.check import autocast, check_matrix_inputs, check_sizes, differentiable_once, refusing, row_dim
 from fusedcomm.ops.chunked import GATHER_DIRECTIONS, Call, Gather, Scatter, flat, run_backward, run_by
 from fusedcomm.ops.wgrad import DeferWgrad, Sink, WeightGradient, add_product, check_defer, local_linear
 from fusedcomm.tune.cost import check_method
@@ -68,7 +68,7 @@ def matmul_reduce_scatter(
     xs = [x] if isinstance(x, Tensor) else list(x)
     world = group.size()
     with refusing(_OP, group):
-        check_inputs(xs, w_shard, bias, input_activation)
+        xs, w_shard, bias = cast_inputs(xs, w_shard, bias, input_activation, defers_wgrad=defer_wgrad is not None)
         dim = row_dim(_OP, dim, xs[0].dim())
         rows = xs[0].shape[dim]
         sizes = list(chunk_sizes(rows, world)) if sizes is None else [int(size) for size in sizes]
@@ -92,10 +92,15 @@ def matmul_reduce_scatter(
     return result.reshape(sizes[group.rank()], *lead, result.shape[-1]).movedim(0, dim)
 
 
-def check_inputs(
-    xs: Sequence[Tensor], w_shard: Tensor, bias: Tensor | None, input_activation: Activation | None
-) -> None:
-    """What one rank can see of its tensors."""
+def cast_inputs(
+    xs: Sequence[Tensor],
+    w_shard: Tensor,
+    bias: Tensor | None,
+    input_activation: Activation | None,
+    *,
+    defers_wgrad: bool,
+) -> tuple[Sequence[Tensor], Tensor, Tensor | None]:
+    """The tensors as an autocast around the call has them; ValueError for what one rank can see of them."""
     check_activation(_OP, input_activation)
     num_inputs = 2 if input_activation == "swiglu" else 1
     if len(xs) != num_inputs or any(x.shape != xs[0].shape or x.dtype != xs[0].dtype for x in xs):
@@ -104,7 +109,10 @@ def check_inputs(
             f"{_OP}: x is {shapes}; it must be two tensors of one shape and dtype with input_activation='swiglu', and "
             "one without"
         )
-    check_matrix_inputs(_OP, "x", xs[0], [w_shard], [] if bias is None else [bias])
+    biases = [] if bias is None else [bias]
+    xs, (w_shard,), biases = autocast(_OP, xs, [w_shard], biases, defers_wgrad=defers_wgrad)
+    check_matrix_inputs(_OP, "x", xs[0], [w_shard], biases)
+    return xs, w_shard, biases[0] if biases else None
 
 
 def _forward(
