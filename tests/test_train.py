@@ -6,17 +6,19 @@ import contextlib
 import io
 import json
 import resource
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import run_ranks
 from test_verify import tiny
+from torch.distributed.distributed_c10d import _world
 
 from fusedcomm import PeerError
 from fusedcomm.comm import transport
 from fusedcomm.comm.channel import channel_of
-from fusedcomm.train import checkpoint
+from fusedcomm.train import checkpoint, loop
 from fusedcomm.train.checkpoint import latest_checkpoint
 from fusedcomm.train.config import parse_config
 from fusedcomm.train.data import open_data
@@ -31,8 +33,6 @@ def run_train(rank, world, raw, resume, steps):
     config = parse_config(raw)
     if steps is not None:
         # As if it were ended: the learning rate still follows the configured number of steps.
-        from fusedcomm.train import loop
-
         loop.range = lambda first, last: range(first, min(last, steps))
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -100,6 +100,29 @@ def test_tied_copies_on_one_rank_load_too(tmp_path):
     run(config(tmp_path / "first", 2, 1, 1, **overrides))
     run(config(tmp_path / "again", 2, 1, 1, **overrides), resume=str(tmp_path / "first" / "step-00000003"))
     assert losses(tmp_path / "again") == losses(tmp_path / "first")[3:]
+
+
+def run_late(rank, world, raw):
+    """The limits of all groups, once training has begun."""
+    open_data = loop.open_data
+
+    def open_late(config):
+        time.sleep(7 * rank)
+        return open_data(config)
+
+    loop.open_data = open_late
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            train(parse_config(raw), resume=None, device=torch.device("cpu"))
+    finally:
+        loop.open_data = open_data
+    return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in _world.pg_map}
+
+
+@pytest.mark.parametrize("layout", [(1, 2, 1), (2, 1, 1)])
+def test_a_rank_may_be_late_while_everything_starts(tmp_path, layout):
+    raw = config(tmp_path, *layout, train__timeout_s=5.0, train__startup_timeout_s=60.0)
+    assert run_ranks(2, run_late, raw, fresh_timeout_s=60, timeout_s=120) == [{5.0}, {5.0}]
 
 
 def run_refused(rank, world, raw, resume, message):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterable
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -74,3 +76,10 @@ def bulk_group(group: ProcessGroup, device: torch.device, user: object) -> Proce
             calm_gloo()
     made.insert(number, (found, weakref.ref(user)))
     return found
+
+
+def limit_waits(groups: Iterable[ProcessGroup], timeout_s: float) -> None:
+    """From now on each wait on these groups, and on their bulk groups, ends after `timeout_s`."""
+    for group in groups:
+        for limited in (group, *(bulk for bulk, _ in _bulk_groups.get(group, ()))):
+            _set_pg_timeout(timedelta(seconds=timeout_s), limited)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from fusedcomm.comm.collective import limit_waits
 from fusedcomm.comm.lost import naming_lost_ranks
 from fusedcomm.comm.mesh import Mesh, build_mesh
 from fusedcomm.comm.record import Recording, recording
@@ -23,14 +22,14 @@ from fusedcomm.train.trainer import Trainer
 
 
 def mesh_of(config: Config, device: torch.device) -> Mesh:
-    """The configured mesh, of the default group that `init_distributed` joined."""
+    """The configured mesh, of the default group that `init_distributed` joined; its waits are those of the start."""
     parallel = config.parallel_config
     return build_mesh(
         pp=parallel.pipeline_parallel.depth,
         dp=parallel.data_parallel.size,
         tp=parallel.tensor_parallel.size,
         device=device,
-        timeout_s=config.train.timeout_s,
+        timeout_s=config.train.startup_timeout_s,
     )
 
 
@@ -60,7 +59,8 @@ def train(config: Config, *, resume: str | None, device: torch.device) -> None:
             )
     # Everything has started: from here on a peer that is late has failed.
     dist.barrier()
-    _set_pg_timeout(timedelta(seconds=config.train.timeout_s), dist.group.WORLD)
+    assert dist.group.WORLD is not None
+    limit_waits((dist.group.WORLD, mesh.pp_group, mesh.dp_group, mesh.tp_group), config.train.timeout_s)
 
     start_run_s = time.perf_counter()
     log = MetricsLog(output_dir, enabled=mesh.rank == 0, total_steps=config.train.steps, first_step=first_step)
