@@ -158,6 +158,15 @@ def test_an_interrupted_save_is_not_resumed_from(tmp_path):
     assert latest_checkpoint(tmp_path / "nowhere") is None
 
 
+def test_the_newest_checkpoint_is_that_of_the_last_run(tmp_path):
+    raw = config(tmp_path, 1, 1, 1)
+    run(raw)
+    # Another run in the same folder, which ends after its second step.
+    run(raw | {"train": raw["train"] | {"checkpoint_every": 1}}, steps=2)
+    assert {path.name[-1] for path in tmp_path.glob("step-*")} == {"1", "2", "3", "6"}
+    assert latest_checkpoint(tmp_path).name == "step-00000002"
+
+
 def run_killed_while_replacing(rank, world, raw):
     remove = checkpoint.shutil.rmtree
 
@@ -231,10 +240,14 @@ def step_with_a_failure(rank, world, raw):
     group = trainer.mesh.tp_group
     transport._carriers[group] = carriers = transport._Carriers(channel_of(group))
     carriers._by_name["cuda", "symmetric"] = Failed()
-    with pytest.raises(PeerError, match=r"^train: rank 1 of the group did not deliver"):
-        trainer.gradients(1, batches)
-    with pytest.raises(PeerError, match=r"^train: rank 1 of the group did not deliver"):
-        trainer.evaluate([batches[0]])
+    try:
+        with pytest.raises(PeerError, match=r"^train: rank 1 of the group did not deliver"):
+            trainer.gradients(1, batches)
+        with pytest.raises(PeerError, match=r"^train: rank 1 of the group did not deliver"):
+            trainer.evaluate([batches[0]])
+    finally:
+        # The group is that of later tests.
+        del transport._carriers[group]
 
 
 def test_a_fused_call_that_failed_on_the_gpu_ends_the_step_before_its_gradients_are_used(tmp_path):

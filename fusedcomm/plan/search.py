@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from fusedcomm.parallel.schedule import SCHEDULES
 from fusedcomm.plan.cluster import Cluster
-from fusedcomm.plan.simulate import PassModel, Prediction
+from fusedcomm.plan.simulate import PassModel, Prediction, refuse_unknown
 from fusedcomm.train.config import CheckpointingConfig, Config, DataParallelConfig
 from fusedcomm.train.layout import divisors, layouts, problems
 from fusedcomm.train.modes import mode_problems
@@ -49,7 +49,7 @@ def search(config: Config, cluster: Cluster, *, top: int) -> Found:
     Raises:
         ConfigError: the configuration asks for what is not modelled, or no layout of it fits the number of ranks.
     """
-    _refuse_unknown(config)
+    refuse_unknown(config)
     found = Found()
     limit_gib = _USABLE_MEMORY * cluster.memory_per_gpu
     candidates = []
@@ -71,23 +71,6 @@ def search(config: Config, cluster: Cluster, *, top: int) -> Found:
     # Of equally fast ones the first, which is the simplest.
     found.best = heapq.nsmallest(top, candidates, key=lambda candidate: round(candidate.prediction.step_s, 6))
     return found
-
-
-def _refuse_unknown(config: Config) -> None:
-    data = config.parallel_config.data_parallel
-    asked = {
-        "mode": (data.mode, data.mode == "fsdp", "replicate or zero1"),
-        "sync": (data.sync, data.sync != "every_step", "every_step"),
-        "compression": (data.compression, data.compression != "none", "none"),
-        "compression_in_node": (data.compression_in_node, data.compression_in_node != "none", "none"),
-    }
-    lines = [
-        f"parallel_config.data_parallel.{name}: plan does not know how long {value} takes; use {remedy}"
-        for name, (value, is_unknown, remedy) in asked.items()
-        if is_unknown
-    ]
-    if lines:
-        raise ConfigError(lines)
 
 
 def _why(config: Config, world: int) -> str:

@@ -21,6 +21,7 @@ from fusedcomm.plan.cluster import Cluster
 from fusedcomm.plan.stage import PASSES, Pass, PassSeconds, StageModel
 from fusedcomm.train.config import Config, DataParallelConfig
 from fusedcomm.train.layout import stages_of
+from fusedcomm.train.sections import ConfigError
 from fusedcomm.tune.cost import Link, Links, all_reduce_s, fastest_algorithm
 
 # AdamW reads gradient, weight and both moments, and writes all but the first: bytes of memory for each weight.
@@ -48,8 +49,27 @@ class Prediction:
     memory_gib: float
 
 
+def refuse_unknown(config: Config) -> None:
+    """ConfigError for settings whose time or memory is not modelled."""
+    data = config.parallel_config.data_parallel
+    asked = {
+        "mode": (data.mode, data.mode == "fsdp", "replicate or zero1"),
+        "sync": (data.sync, data.sync != "every_step", "every_step"),
+        "compression": (data.compression, data.compression != "none", "none"),
+        "compression_in_node": (data.compression_in_node, data.compression_in_node != "none", "none"),
+    }
+    lines = [
+        f"parallel_config.data_parallel.{name}: plan does not know how long {value} takes; use {remedy}"
+        for name, (value, is_unknown, remedy) in asked.items()
+        if is_unknown
+    ]
+    if lines:
+        raise ConfigError(lines)
+
+
 def predict(config: Config, cluster: Cluster) -> Prediction:
-    """For a configuration that fits `cluster.world` ranks, and `data_parallel.mode` other than `fsdp`."""
+    """For a configuration that fits `cluster.world` ranks; ConfigError as `refuse_unknown`."""
+    refuse_unknown(config)
     return PassModel(config, cluster).predict(config.parallel_config.data_parallel)
 
 
@@ -100,8 +120,11 @@ class PassModel:
         )
 
     def _of_stage(self, stage: int, kind: Pass) -> PassSeconds:
-        first, last = stage == 0, stage == len(self._stages) - 1
-        return self._model.seconds(kind, self._stages[stage], first=first, last=last)
+        return self._model.seconds(kind, self._stages[stage], **self._ends_of(stage))
+
+    def _ends_of(self, stage: int) -> dict[str, bool]:
+        """Which ends of the model it has."""
+        return {"first": stage == 0, "last": stage == len(self._stages) - 1}
 
     def _duration(self, action: Action) -> float:
         if action.kind in PASSES:
@@ -129,16 +152,10 @@ class PassModel:
         return [stage for stage, owner in enumerate(self._rank_of_stage) if owner == rank]
 
     def _weights(self, rank: int) -> float:
-        return sum(
-            memory.weights_of(
-                self._shape,
-                self._stages[stage],
-                first=stage == 0,
-                last=stage == len(self._stages) - 1,
-                tp=self._tp,
-            )
-            for stage in self._own_stages(rank)
-        )
+        return sum(self._weights_of_stage(stage) for stage in self._own_stages(rank))
+
+    def _weights_of_stage(self, stage: int) -> float:
+        return memory.weights_of(self._shape, self._stages[stage], **self._ends_of(stage), tp=self._tp)
 
     def _tensor_s(self, rank: int) -> float:
         """In one pass."""
@@ -154,9 +171,8 @@ class PassModel:
         bytes_per_s = self._sums_bytes_per_s(rank, data.algorithm)
         sums, gathers = [], []
         for stage in self._own_stages(rank):
-            first, last = stage == 0, stage == len(self._stages) - 1
             layers = self._stages[stage]
-            weights = memory.weights_of(self._shape, layers, first=first, last=last, tp=self._tp) / len(layers)
+            weights = self._weights_of_stage(stage) / len(layers)
             begin_s, stop_s, reverse = self._gradients_of(stage)
             used_s = self._run.ends[Action("F", stage, 0)] - self._seconds[stage]["F"].total
             for place in range(len(layers)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ def save_checkpoint(folder: Path, trainer: Trainer, progress: dict[str, Any]) ->
             "loss_scale": None if loss_scale is None else vars(loss_scale),
             "sync": trainer.data_parallel.sync,
             "has_sum": holds_sum or has_late_sum,
+            "saved_at_s": time.time(),
         }
         (partial / "progress.json").write_text(json.dumps(progress, indent=1) + "\n")
         (partial / "config.yaml").write_text(dump_config(trainer.config))
@@ -145,9 +147,20 @@ def _reasons(error: CheckpointException) -> str:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint with the most steps in `folder`; None if there is none."""
+    """The complete checkpoint in `folder` that was saved last; None if there is none.
+
+    An earlier run in the same folder may have left one of more steps.
+    """
     found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
-    return max(found, default=None)
+    return max(found, key=lambda path: (_saved_at_s(path), path), default=None)
+
+
+def _saved_at_s(path: Path) -> float:
+    try:
+        return json.loads((path / "progress.json").read_text()).get("saved_at_s", 0.0)
+    except (OSError, ValueError):
+        # Reading it says what is wrong with it.
+        return 0.0
 
 
 def _check_same_model(path: Path, trainer: Trainer) -> None:
