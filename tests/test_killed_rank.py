@@ -71,16 +71,16 @@ def _sum_with(rank: int, world: int, other: str) -> None:
     dist.barrier()
     if rank == 1:
         if other == "late":
-            time.sleep(8)
+            time.sleep(5)
         os._exit(9)
     dist.all_reduce(torch.ones(8))
 
 
 def test_a_rank_that_is_late_is_not_taken_for_one_that_is_gone():
-    first, _, last = run_ranks(3, _sum_with, "killed", fresh_timeout_s=3, return_exceptions=True)
+    first, _, last = run_ranks(3, _sum_with, "killed", fresh_timeout_s=2, return_exceptions=True)
     assert [error.rank for error in (first, last)] == [1, 1]
     # On time-out whoever is first closes its connections; that is no rank's end, and no rank is named for it.
-    for error in run_ranks(3, _sum_with, "late", fresh_timeout_s=3, return_exceptions=True)[::2]:
+    for error in run_ranks(3, _sum_with, "late", fresh_timeout_s=2, return_exceptions=True)[::2]:
         assert "rank 1" not in str(error)
 
 
@@ -90,14 +90,14 @@ def _wait_for_one_that_lives(rank: int, world: int) -> None:
     if rank == 1:
         os._exit(9)
     if rank == 0:
-        time.sleep(8)
+        time.sleep(5)
         return
     group = dist.group.WORLD
     channel_of(group).wait_for(group.recv([torch.empty(1)], 0, 7), "sum", 0, 0, "did not deliver its part")
 
 
 def test_who_waited_for_a_rank_that_is_gone_is_not_taken_for_it():
-    error = run_ranks(3, _wait_for_one_that_lives, fresh_timeout_s=3, return_exceptions=True)[2]
+    error = run_ranks(3, _wait_for_one_that_lives, fresh_timeout_s=2, return_exceptions=True)[2]
     assert isinstance(error, PeerError)
     assert error.rank == 1
     # What was noticed first is said as well.
