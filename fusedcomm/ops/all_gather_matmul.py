@@ -16,6 +16,7 @@ from fusedcomm.comm.channel import group_named
 from fusedcomm.comm.record import Path, note_path, span
 from fusedcomm.ops.activation import Activation, activate, check_activation
 from fusedcomm.ops.check import (
+    as_biases,
     autocast,
     check_matrix_inputs,
     check_save,
@@ -82,7 +83,7 @@ def all_gather_matmul(
     weights = [w_shard] if isinstance(w_shard, Tensor) else list(w_shard)
     world = group.size()
     with refusing(_OP, group):
-        biases = as_biases(bias, weights)
+        biases = as_biases(_OP, bias, weights)
         (x_shard,), weights, biases = autocast(_OP, [x_shard], weights, biases, defers_wgrad=defer_wgrad is not None)
         check_matrix_inputs(_OP, "x_shard", x_shard, weights, biases)
         dim = row_dim(_OP, dim, x_shard.dim())
@@ -122,18 +123,6 @@ def all_gather_matmul(
     if not return_gathered:
         return result
     return result, gathered.reshape(sum(sizes), *lead, gathered.shape[-1]).movedim(0, dim)
-
-
-def as_biases(bias: Tensor | Sequence[Tensor | None] | None, weights: Sequence[Tensor]) -> list[Tensor]:
-    """One bias per weight, or none at all; a missing one among others is zero."""
-    if bias is None:
-        return []
-    biases = [bias] if isinstance(bias, Tensor) else list(bias)
-    if len(biases) != len(weights):
-        raise ValueError(f"{_OP}: {len(biases)} biases for {len(weights)} weights; give one (or None) per weight")
-    if all(b is None for b in biases):
-        return []
-    return [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases)]
 
 
 def _needs_gradient(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> bool:

@@ -20,9 +20,17 @@ from torch.distributed import ProcessGroup
 from fusedcomm.comm.record import Path, note_path
 from fusedcomm.comm.ring import chunk_sizes
 from fusedcomm.ops.activation import Activation, activate
-from fusedcomm.ops.all_gather_matmul import Save, as_biases
+from fusedcomm.ops.all_gather_matmul import Save
 from fusedcomm.ops.begun import FusedGatherParts, FusedScatterParts, GatherParts, ScatterParts
-from fusedcomm.ops.check import autocast, check_matrix_inputs, check_save, check_sizes, differentiable_once, refusing
+from fusedcomm.ops.check import (
+    as_biases,
+    autocast,
+    check_matrix_inputs,
+    check_save,
+    check_sizes,
+    differentiable_once,
+    refusing,
+)
 from fusedcomm.ops.chunked import Call, new_call
 from fusedcomm.ops.matmul_reduce_scatter import cast_inputs
 from fusedcomm.ops.wgrad import DeferWgrad, Sink, local_linear
@@ -51,7 +59,7 @@ def begin_all_gather_matmul(
     op = "all_gather_matmul"
     world = group.size()
     with refusing(op, group):
-        biases = as_biases(list(biases) or None, weights)
+        biases = as_biases(op, list(biases) or None, weights)
         (x_shard,), weights, biases = autocast(op, [x_shard], weights, biases, defers_wgrad=defer_wgrad is not None)
         check_matrix_inputs(op, "x_shard", x_shard, weights, biases)
         rows = x_shard.shape[0]

@@ -32,6 +32,18 @@ def refusing(op: str, group: ProcessGroup) -> Iterator[None]:
         raise
 
 
+def as_biases(op: str, bias: Tensor | Sequence[Tensor | None] | None, weights: Sequence[Tensor]) -> list[Tensor]:
+    """One bias per weight, or none at all; a missing one among others is zero."""
+    if bias is None:
+        return []
+    biases = [bias] if isinstance(bias, Tensor) else list(bias)
+    if len(biases) != len(weights):
+        raise ValueError(f"{op}: {len(biases)} biases for {len(weights)} weights; give one (or None) per weight")
+    if all(b is None for b in biases):
+        return []
+    return [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases)]
+
+
 def autocast(op: str, *groups: Sequence[Tensor], defers_wgrad: bool) -> Sequence[Sequence[Tensor]]:
     """The tensors as `nn.Linear` takes its own: in the dtype of a `torch.autocast` around the call; float64 stays.
 
