@@ -161,6 +161,7 @@ LLAMA = {
         (LLAMA | {"attention_bias": True}, "sets attention_bias as no model here does"),
         (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "sets rope_scaling"),
         (LLAMA | {"head_dim": 16}, "sets head_dim"),
+        ({"model_type": "llama", "vocab_size": 64}, r"config.json does not say 'num_hidden_layers', which"),
         (LLAMA, "holds no model.safetensors; weights are read from safetensors"),
         (None, "holds neither progress.json, as our checkpoints do, nor config.json"),
     ],
@@ -171,6 +172,18 @@ def test_what_cannot_be_converted_is_said(tmp_path, config, message):
     with pytest.raises(ValueError, match=message):
         convert(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_damaged_files_are_said(tmp_path):
+    checkpoint = run_ranks(1, _save, config_of("llama", tmp_path), tmp_path)[0]
+    convert(checkpoint, tmp_path / "theirs")
+    path = tmp_path / "theirs" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read: .*fetch it again"):
+        convert(tmp_path / "theirs", tmp_path / "out")
+    (checkpoint / "__0_0.distcp").unlink()
+    with pytest.raises(ValueError, match="step-00000003 is not whole"):
+        convert(checkpoint, tmp_path / "out")
 
 
 @pytest.mark.parametrize("change", ["a tensor more", "a tensor less"])

@@ -342,7 +342,7 @@ def test_plan_measures_this_machine_and_tries_the_best(files, tmp_path):
         (["--cluster", "CLUSTER", "--ranks", "2"], {}, "--ranks: is for what is measured; the file of --cluster says"),
         (["--try", "1"], {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "--try: starts ranks itself"),
         (["--ranks", "1000"], {}, "parallel_config: 1000 ranks are too many for the"),
-        (["--cluster", "CLUSTER", "--write", "no/folder/b.yaml"], {}, "--write no/folder/b.yaml: cannot be written"),
+        (["--cluster", "CLUSTER", "--write", "no/folder/b.yaml"], {}, "--write no/folder/b.yaml: there is no folder"),
         (["--cluster", "CLUSTER", "--set", "model.heads=3"], {}, "CONFIG: no layout fits 2 ranks; nearest: "),
     ],
 )

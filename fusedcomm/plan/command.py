@@ -18,6 +18,7 @@ from fusedcomm.plan.search import search
 from fusedcomm.train.config import Config, dump_config
 from fusedcomm.train.launch import check_machine, on_ranks
 from fusedcomm.train.layout import coordinates
+from fusedcomm.train.outputs import file_problems
 from fusedcomm.train.place import Place, init_distributed
 from fusedcomm.train.sections import ConfigError
 
@@ -66,16 +67,18 @@ def run(request: PlanRequest, config: Config, place: Place | None) -> int:
     # Where the output is no terminal, nothing is cut to the width of one.
     Console(width=None if sys.stdout.isatty() else 160).print(table_of(found.best, measured_s))
     if request.json_path is not None:
-        path = request.json_path
-        _write("--json", path, lambda: write_json(path, cluster, found.best, measured_s))
+        write_json(request.json_path, cluster, found.best, measured_s)
     if request.best_path is not None:
         fastest = measured_s.index(min(measured_s)) if measured_s else 0
-        path, text = request.best_path, dump_config(found.best[fastest].config)
-        _write("--write", path, lambda: path.write_text(text, encoding="utf-8"))
+        request.best_path.write_text(dump_config(found.best[fastest].config), encoding="utf-8")
     return 0
 
 
 def _check(request: PlanRequest, place: Place | None) -> None:
+    if place is None or place.rank == 0:
+        outputs = (("--json", request.json_path), ("--write", request.best_path))
+        if lines := [line for option, path in outputs for line in file_problems(option, path)]:
+            raise ConfigError(lines)
     if place is not None and request.tries:
         raise ConfigError(["--try: starts ranks itself, once for each layout; call it without a launcher"])
     if request.cluster_path is not None and request.num_ranks is not None:
@@ -132,10 +135,3 @@ def _on_ranks(
 
 def _run_rank(task: Callable[..., None], config: Config, path: Path) -> None:
     task(config, path, device=init_distributed(config.train.startup_timeout_s))
-
-
-def _write(option: str, path: Path, write: Callable[[], object]) -> None:
-    try:
-        write()
-    except OSError as error:
-        raise ConfigError([f"{option} {path}: cannot be written ({error.strerror}); choose another file"]) from error

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fusedcomm.nn.config import TransformerConfig
@@ -85,8 +86,11 @@ def _to_transformers(source: Path, target: Path, dtype: torch.dtype) -> str:
         for name, entry in found.items()
         if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
     }
-    with _alone():
-        dcp.load({"model": tensors}, checkpoint_id=source)
+    try:
+        with _alone():
+            dcp.load({"model": tensors}, checkpoint_id=source)
+    except CheckpointException as error:
+        raise ValueError(f"convert: {source} is not whole, and cannot be read; give another checkpoint") from error
     target.mkdir(parents=True)
     # One after the other, so that the whole is in memory once.
     _save_shards(target, ((pair.theirs, pair.to_theirs(tensors).to(dtype)) for pair in _pairs(shape)))
@@ -97,7 +101,10 @@ def _to_transformers(source: Path, target: Path, dtype: torch.dtype) -> str:
 
 def _from_transformers(source: Path, target: Path, vocab_size: int | None) -> str:
     theirs = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config = _our_config(source, theirs)
+    try:
+        config = _our_config(source, theirs)
+    except KeyError as error:
+        raise ValueError(f"convert: {source / 'config.json'} does not say {error}, which its model has") from error
     if vocab_size is not None:
         if vocab_size < config.model.vocab_size:
             raise ValueError(
@@ -296,9 +303,12 @@ def _tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
     for file in files:
         if not (folder / file).is_file():
             raise ValueError(f"convert: {folder} holds no {file}; weights are read from safetensors")
-        with safe_open(folder / file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                yield name, tensors.get_tensor(name)
+        try:
+            with safe_open(folder / file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    yield name, tensors.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"convert: {folder / file} cannot be read: {error}; fetch it again") from error
 
 
 def _save_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
